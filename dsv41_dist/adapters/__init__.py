@@ -1,0 +1,1 @@
+"""The gated changes to the engine."""

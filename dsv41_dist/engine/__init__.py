@@ -1,0 +1,1 @@
+"""What is known of the published SGLang releases, and only that."""

@@ -1,0 +1,1 @@
+"""Triton and CuPy kernels as plain functions on tensors: no ranks, no engine."""
