@@ -1,9 +1,10 @@
 """The side channel: each rank's position in a torch store, and one verdict for all about who is missing.
 
-A thread per rank publishes (seq, label) every heartbeat and looks for a verdict. When a call does not complete, the rank
-that notices first compares the positions, looks at the processes it can see, and writes the verdict with an atomic
-compare-and-set; every live rank raises that one verdict. A stuck rank is still nameable: its thread, or its last record,
-speaks for it. Uniform outcomes from an arbiter outside the group: the contract of MPI ULFM's MPIX_Comm_agree.
+A thread per rank publishes (seq, label) every heartbeat and looks for a verdict. When a call does not complete, the
+rank that notices first compares the positions, looks at the processes it can see, and writes the verdict with an
+atomic compare-and-set; every live rank raises that one verdict. A stuck rank is still nameable: its thread, or its
+last record, speaks for it. Uniform outcomes from an arbiter outside the group: the contract of MPI ULFM's
+MPIX_Comm_agree.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ class Ranks:
         Raises ArgumentError when torch.distributed is not initialised.
         """
         if not dist.is_initialized():
-            raise ArgumentError("torch.distributed is not initialised: call init_process_group first, or use Ranks.from_mpi")
+            raise ArgumentError(
+                "torch.distributed is not initialised: call init_process_group first, or use Ranks.from_mpi"
+            )
         data = dist.group.WORLD if group is None else group
         assert data is not None
         members = dist.get_process_group_ranks(data)
@@ -104,7 +106,9 @@ class Ranks:
         try:
             from mpi4py import MPI
         except ImportError as error:
-            raise TransportUnavailable("mpi", f"mpi4py does not import ({error}): pip install 'dsv41-dist[mpi]'") from None
+            raise TransportUnavailable(
+                "mpi", f"mpi4py does not import ({error}): pip install 'dsv41-dist[mpi]'"
+            ) from None
         base = MPI.COMM_WORLD if comm is None else comm
         rank, size = base.Get_rank(), base.Get_size()
         data = base.Dup()
@@ -121,7 +125,16 @@ class Ranks:
                 host, port = base.bcast(None, 0)
                 store = dist.TCPStore(host, port, is_master=False, timeout=bound)
         where = torch.device("cpu") if device is None else torch.device(device)
-        return cls(rank=rank, size=size, device=where, cpu_group=base.Dup(), device_group=data, store=store, name="mpi", kind="mpi")
+        return cls(
+            rank=rank,
+            size=size,
+            device=where,
+            cpu_group=base.Dup(),
+            device_group=data,
+            store=store,
+            name="mpi",
+            kind="mpi",
+        )
 
     def without(self, missing: list[int]) -> Ranks:
         """The ranks that are left after a RankTimeout, as a group of their own over gloo (the idea of ULFM's shrink).
@@ -134,7 +147,7 @@ class Ranks:
             raise ArgumentError(f"without({missing}): rank {self.rank} is itself among the missing")
         members = dist.get_process_group_ranks(self.device_group)
         left = [member for index, member in enumerate(members) if index not in missing]
-        group = dist.new_group(left, backend="gloo", use_local_synchronization=True)
+        group: Any = dist.new_group(left, backend="gloo", use_local_synchronization=True)
         return Ranks.from_torch(group, "cpu" if self.device.type == "cpu" else self.device)
 
 
@@ -152,7 +165,7 @@ def _side_store(members: list[int]) -> dist.Store | None:
         return None
     from torch.distributed import distributed_c10d as c10d
 
-    store = c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    store: Any = c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     return dist.PrefixStore(f"dsv41/{_group_name(members)}", store.clone())
 
 

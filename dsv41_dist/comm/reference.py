@@ -51,7 +51,9 @@ def all_gather(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def all_gather_columns(shards: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
-    """[..., split.sizes[r]] of rank r -> [..., split.n]. A byte copy; equal to pad + gather + cat of the real columns."""
+    """[..., split.sizes[r]] of rank r -> [..., split.n]. A byte copy; equal to pad + gather + cat of the real
+    columns.
+    """
     assert [shard.shape[-1] for shard in shards] == list(split.sizes)
     return torch.cat(list(shards), dim=-1)
 

@@ -24,7 +24,8 @@ class CommSettings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> CommSettings:
-        """Read DSV41_COMM_INIT_TIMEOUT_S, DSV41_COMM_TIMEOUT_S, DSV41_COMM_HEARTBEAT_S, DSV41_COMM_CHECK, DSV41_COMM_LOG.
+        """Read DSV41_COMM_INIT_TIMEOUT_S, DSV41_COMM_TIMEOUT_S, DSV41_COMM_HEARTBEAT_S, DSV41_COMM_CHECK,
+        DSV41_COMM_LOG.
 
         Raises SettingsError, naming the variable, the value and what is allowed. An empty value is the default.
         """

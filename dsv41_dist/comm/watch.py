@@ -1,4 +1,6 @@
-"""Bounded waits. Every wait of this layer goes through a `Watch`, and ends in a result or in one error on every live rank."""
+"""Bounded waits. Every wait of this layer goes through a `Watch`, and ends in a result or in one error on every live
+rank.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,10 @@ class Watch:
         self._slice = timedelta(seconds=settings.heartbeat_s)
         self._pending: list[Any] = []
         self._beacon: Beacon | None = None
+        #: tells this communicator's side channel and log from those of others over the same ranks
+        self.name = _next_name(ranks)
         if ranks.size > 1 and ranks.store is not None:
-            self._beacon = Beacon(ranks, _next_name(ranks), settings.heartbeat_s, lambda: (self.label, self.seq))
+            self._beacon = Beacon(ranks, self.name, settings.heartbeat_s, lambda: (self.label, self.seq))
 
     def started(self) -> None:
         """The group is complete: from here on the steady bound holds instead of the one for start-up."""
@@ -98,10 +102,14 @@ class Watch:
 
     def enter(self, label: str) -> None:
         """A call begins: the position others see, and the check that nothing has closed the communicator."""
-        if self._closed_by is not None or self._verdict_is_in():
-            self._fail("another rank reported it")
+        self.raise_if_closed()
         self.seq += 1
         self.label = label
+
+    def raise_if_closed(self) -> None:
+        """Raise what has closed the communicator, if anything has, here or on another rank."""
+        if self.closed:
+            self._fail("another rank reported it")
 
     def report(self, reason: str) -> NoReturn:
         """Close the communicator on every rank because of what happened in a transport, and raise."""
@@ -160,4 +168,4 @@ def _next_name(ranks: Ranks) -> str:
     with _counters_lock:
         number = _counters.get(ranks.name, 0)
         _counters[ranks.name] = number + 1
-    return f"comm{number}"
+    return f"{ranks.name}.comm{number}"

@@ -1,9 +1,9 @@
 """What a transport is: one way to move bytes between the ranks of a group.
 
-A transport is connected for all ranks or for none (`comm.establish`): `probe` and `allocate` are local, their failures are
-carried to a vote and not raised on one rank; `attach` sees what every rank allocated. Afterwards the `Communicator`
-calls it with arguments it has checked already: contiguous tensors on `ranks.device`, a supported dtype, outputs of the
-right shape, and more than zero bytes. A routing decision is never made in here.
+A transport is connected for all ranks or for none (`comm.establish`): `probe` and `allocate` are local, their
+failures are carried to a vote and not raised on one rank; `attach` sees what every rank allocated. Afterwards the
+`Communicator` calls it with arguments it has checked already: contiguous tensors on `ranks.device`, a supported
+dtype, outputs of the right shape, and more than zero bytes. A routing decision is never made in here.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class Transport(ABC):
         """x of rank `src` replaces x everywhere, in place."""
 
     def all_gather(self, x: torch.Tensor, dim: int, out: torch.Tensor) -> None:
-        """out = the ranks' x side by side along dim (non-negative). A transport that can write there directly overrides it."""
+        """out = the ranks' x side by side along dim (non-negative). A transport that can write there directly
+        overrides it.
+        """
         if dim == 0:
             self.all_gather_rows(x, out)
             return

@@ -1,8 +1,8 @@
 """MPI through mpi4py: for jobs started by mpirun, and an oracle that shares no code with torch.distributed.
 
 Bytes travel as MPI_BYTE by non-blocking calls that are polled, so that a wait has a bound. Floating-point sums follow
-`reference.reduce` (rank order, fp32, one rounding: bit-identical on every rank); 8-, 32- and 64-bit integers are reduced by
-MPI itself. CPU tensors are passed as NumPy views of their memory; CUDA tensors only to a CUDA-aware MPI.
+`reference.reduce` (rank order, fp32, one rounding: bit-identical on every rank); 8-, 32- and 64-bit integers are
+reduced by MPI itself. CPU tensors are passed as NumPy views of their memory; CUDA tensors only to a CUDA-aware MPI.
 """
 
 from __future__ import annotations

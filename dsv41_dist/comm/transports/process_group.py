@@ -17,6 +17,9 @@ from .base import Transport, as_bytes
 
 __all__ = ["ProcessGroupTransport"]
 
+# torch 2.13 renamed these two and warns about the old names; torch 2.11 knows only the old ones.
+_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
+_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
 _OPS = {"sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -50,14 +53,10 @@ class ProcessGroupTransport(Transport):
 
     def all_gather_rows(self, x: torch.Tensor, out: torch.Tensor) -> None:
         send, receive = as_bytes(x), as_bytes(out)
-        self._finish(
-            lambda: dist.all_gather_into_tensor(receive, send, group=self._group, async_op=True), (send, receive)
-        )
+        self._finish(lambda: _gather(receive, send, group=self._group, async_op=True), (send, receive))
 
     def reduce_scatter(self, x: torch.Tensor, op: str, out: torch.Tensor) -> None:
-        self._finish(
-            lambda: dist.reduce_scatter_tensor(out, x, op=_OPS[op], group=self._group, async_op=True), (x, out)
-        )
+        self._finish(lambda: _scatter(out, x, op=_OPS[op], group=self._group, async_op=True), (x, out))
 
     def broadcast(self, x: torch.Tensor, src: int) -> None:
         data = as_bytes(x)

@@ -1,0 +1,143 @@
+"""The control plane: tiny exchanges over the CPU group that agreement and checked mode are made of.
+
+Every exchange is the same MIN all-reduce of five int64, whatever it is for, so that ranks which meet in different calls
+still meet, see that they differ, and can say so, instead of corrupting or hanging each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import DisagreementError, MismatchError
+from .ranks import Ranks
+from .transports.base import Transport
+from .watch import Watch
+
+__all__ = ["INVALID", "Control", "Identity"]
+
+#: Less than any value that may be agreed on: a rank that cannot take part properly says this, and all ranks hear it.
+INVALID = -(2**63) + 1
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a call is, apart from its data: two ranks meet rightly when these are equal."""
+
+    kind: str
+    label: str
+    fields: tuple[tuple[str, str], ...] = ()
+
+    def describe(self, seq: int) -> dict[str, str]:
+        return {"kind": self.kind, "label": self.label, "seq": str(seq), **dict(self.fields)}
+
+
+class Control:
+    """Votes over the CPU group. One per communicator."""
+
+    def __init__(self, ranks: Ranks, watch: Watch) -> None:
+        self._ranks = ranks
+        self._watch = watch
+        self._votes = 0
+        self._carrier = _carrier(ranks, watch)
+
+    def vote(
+        self, identity: Identity, value: int = 0, said: str = "", reason: str = "", arbiter: bool = False
+    ) -> tuple[int, bool]:
+        """One meeting of all ranks. Returns (the smallest value, whether `said` is equal everywhere).
+
+        Raises MismatchError on every rank when the identities or sequence numbers differ, DisagreementError on every
+        rank when one of them passed INVALID (with its `reason`), RankTimeout when one does not come. With `arbiter`
+        the outcome is settled through the store too: even when a rank is lost halfway through, no two ranks leave with
+        different results.
+        """
+        seq = self._watch.seq
+        if self._ranks.size == 1:
+            if value == INVALID:
+                raise DisagreementError(identity.label, {0: reason}, "a rank could not vote")
+            return value, True
+        self._votes += 1
+        call, answer = _hash(json.dumps(identity.describe(seq))), _hash(said)
+        mine = torch.tensor([call, -call, answer, -answer, value], dtype=torch.int64)
+        low = self._reduce_min(mine, arbiter)
+        if low[0] != -low[1]:
+            self._raise_mismatch(identity, seq)
+        if low[4] == INVALID:
+            texts = self.gather_text(reason)
+            raise DisagreementError(
+                identity.label, {rank: text for rank, text in enumerate(texts) if text}, "a rank could not vote"
+            )
+        return low[4], low[2] == -low[3]
+
+    def gather_text(self, text: str) -> list[str]:
+        """Every rank's text, by rank. Only after a vote that told every rank to come here."""
+        data = text.encode()
+        lengths = torch.zeros(self._ranks.size, dtype=torch.int64)
+        self._carrier.all_gather_rows(torch.tensor([len(data)], dtype=torch.int64), lengths)
+        longest = max(1, int(lengths.max()))
+        send = torch.zeros(longest, dtype=torch.uint8)
+        send[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        received = torch.zeros((self._ranks.size, longest), dtype=torch.uint8)
+        self._carrier.all_gather_rows(send, received)
+        return [bytes(received[r, : int(lengths[r])].tolist()).decode() for r in range(self._ranks.size)]
+
+    def _reduce_min(self, mine: torch.Tensor, arbiter: bool) -> list[int]:
+        if not arbiter:
+            self._carrier.all_reduce(mine, "min", mine)
+            return mine.tolist()
+        key, last = f"vote/{self._votes}", f"vote/{self._votes - 1}"
+        failure: Exception | None = None
+        proposal = "failed"
+        try:
+            self._carrier.all_reduce(mine, "min", mine)
+            proposal = json.dumps(mine.tolist())
+        except Exception as error:
+            failure = error
+        # This vote's exchange is over here, so every rank has entered it and is done with the one before.
+        forget = last if self._ranks.rank == 0 and failure is None else None
+        settled = self._watch.arbitrate(key, proposal, forget)
+        if settled == "failed":
+            if failure is not None:
+                raise failure
+            self._watch.report("a rank was lost during the vote")
+        return json.loads(settled)
+
+    def _raise_mismatch(self, identity: Identity, seq: int) -> None:
+        said = [json.loads(text) for text in self.gather_text(json.dumps(identity.describe(seq)))]
+        # Ranks that lost count (a skipped call) agree on it again: the group goes on after a refusal.
+        self._watch.seq = max(int(call["seq"]) for call in said)
+        names = sorted({name for call in said for name in call})
+        differing = [name for name in names if len({call.get(name) for call in said}) > 1]
+        answers = {rank: _call_text(call) for rank, call in enumerate(said)}
+        raise MismatchError(
+            identity.label if "label" not in differing else "/".join(sorted({c["label"] for c in said})),
+            answers,
+            differing,
+        )
+
+
+def _call_text(call: dict[str, Any]) -> str:
+    rest = ", ".join(f"{name}={call[name]}" for name in call if name not in ("kind", "label", "seq"))
+    return f"{call['kind']} {call['label']!r} #{call['seq']}" + (f" ({rest})" if rest else "")
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+def _carrier(ranks: Ranks, watch: Watch) -> Transport:
+    """The base transport over the CPU group."""
+    from dataclasses import replace
+
+    view = replace(ranks, device=torch.device("cpu"), device_group=ranks.cpu_group)
+    if ranks.kind == "mpi":
+        from .transports.mpi import MpiTransport
+
+        return MpiTransport(view, watch)
+    from .transports.process_group import ProcessGroupTransport
+
+    return ProcessGroupTransport(view, watch)
