@@ -81,7 +81,7 @@ class RankSet:
                 **self.env.get(rank, {}),
             }
             process = context.Process(
-                target=_child, args=(theirs, variables, self.target, rank, self.size, tuple(self.args)), daemon=True
+                target=_child, args=(theirs, variables, self.target, rank, self.size, tuple(self.args))
             )
             process.start()
             theirs.close()

@@ -71,6 +71,20 @@ class Agreement:
         self._decided("same_everywhere", label, text)
         return value
 
+    def gather(self, value: Any, *, label: str) -> list[Any]:
+        """Every rank's `value` (JSON-able), by rank. For reports; it decides nothing.
+
+        A value that is not JSON-able raises DisagreementError on every rank, naming it.
+        """
+        reason = ""
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            text, reason = "", f"{value!r} cannot be sent: {error}"
+        self._watch.enter(label)
+        self._control.vote(Identity("gather", label), INVALID if reason else 0, reason=reason)
+        return [json.loads(said) for said in self._control.gather_text(text)]
+
     def _vote(self, kind: str, label: str, value: int, reason: str) -> int:
         self._watch.enter(label)
         low, _ = self._control.vote(Identity(kind, label), value, reason=reason, arbiter=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .agreement import Agreement
-from .control import Control
+from .control import Control, Identity
 from .errors import ArgumentError, LayoutError
 from .layout import Split
 from .ranks import Ranks
@@ -231,6 +231,19 @@ class Communicator:
         self._watch.raise_if_closed()
         for transport in self.transports.values():
             transport.check()
+
+    def check_call(self, op: str, label: str) -> None:
+        """Compare (op, label, sequence number) over all ranks, as checked mode does before every call.
+
+        Raises MismatchError on every rank when they differ; the group stays usable.
+        """
+        self._watch.enter(label)
+        self._control.vote(Identity(op, label))
+
+    @property
+    def closed(self) -> bool:
+        """Whether a failure has closed this communicator, here or on another rank."""
+        return self._watch.closed
 
     def prepare(self, calls: Sequence[Call], *, label: str) -> None:
         """Declare calls before graph capture, the same on every rank: compile and allocate now, because nothing is

@@ -75,6 +75,8 @@ class Control:
 
     def gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank. Only after a vote that told every rank to come here."""
+        if self._ranks.size == 1:
+            return [text]
         data = text.encode()
         lengths = torch.zeros(self._ranks.size, dtype=torch.int64)
         self._carrier.all_gather_rows(torch.tensor([len(data)], dtype=torch.int64), lengths)

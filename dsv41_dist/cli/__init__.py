@@ -1,0 +1,1 @@
+"""The command line: rehearse, preflight, bench, doctor, adapters."""

@@ -1,0 +1,277 @@
+"""The operations that `bench` and `preflight` run: for each its inputs, its call, its exact result, its bytes.
+
+Sizes follow nccl-tests: `bytes` is the whole tensor of the operation (all_gather: the gathered one; reduce_scatter: the
+input of a rank), and busbw = algbw * factor makes the rate comparable to that of a link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..comm import ArgumentError, Communicator, RowSplit, TileSplit
+from ..comm.patterns import byte_pattern, reduce_expected, reduce_pattern, wrong_elements
+
+__all__ = ["DTYPES", "OPERATIONS", "Case", "Operation", "dtype_name"]
+
+#: nccl-tests' names first, then torch's.
+DTYPES: dict[str, torch.dtype] = {
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "half": torch.float16,
+    "float": torch.float32,
+    "double": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "f8e4m3": torch.float8_e4m3fn,
+    "f8e5m2": torch.float8_e5m2,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "float8_e8m0fnu": torch.float8_e8m0fnu,
+    "bool": torch.bool,
+    "complex64": torch.complex64,
+}
+TILE = 128
+SEED = 20
+EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a benchmark: [rows, columns] of one rank's input or of the result, as the operation says."""
+
+    op: str
+    rows: int
+    columns: int
+    dtype: str
+    redop: str
+    world: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def item(self) -> int:
+        return torch.empty(0, dtype=self.torch_dtype).element_size()
+
+
+@dataclass
+class Ready:
+    """A case made ready on one rank: `call` runs it once, `wrong` runs it once more and counts wrong elements."""
+
+    call: Callable[[], Any]
+    wrong: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the benchmark has to know of an operation.
+
+    Attributes:
+        reduces: whether redop matters and only summable dtypes are allowed.
+        factor: world -> busbw / algbw (nccl-tests, doc/PERFORMANCE.md).
+        size: case -> bytes of the operation.
+        shape: (bytes, item, world, hidden) -> rows, columns for a size sweep.
+        refuse: case -> why it cannot be run, or None.
+        ready: makes a case ready on a rank.
+    """
+
+    reduces: bool
+    factor: Callable[[int], float]
+    size: Callable[[Case], int]
+    shape: Callable[[int, int, int, int], tuple[int, int]]
+    ready: Callable[[Communicator, Case], Ready]
+    refuse: Callable[[Case], str | None] = lambda case: None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _whole(case: Case) -> int:
+    return case.rows * case.columns * case.item
+
+
+def _flat(nbytes: int, item: int, world: int, hidden: int) -> tuple[int, int]:
+    return 1, max(1, nbytes // item)
+
+
+def _shared(nbytes: int, item: int, world: int, hidden: int) -> tuple[int, int]:
+    return 1, max(1, nbytes // item // world)
+
+
+def _by_hidden(nbytes: int, item: int, world: int, hidden: int) -> tuple[int, int]:
+    return max(1, nbytes // item // hidden), hidden
+
+
+def _ring(world: int) -> float:
+    return (world - 1) / world
+
+
+def _copied(comm: Communicator, case: Case, rank: int, columns: int | None = None) -> torch.Tensor:
+    shape = (case.rows, case.columns if columns is None else columns)
+    return byte_pattern(shape, case.torch_dtype, SEED, rank, comm.ranks.device)
+
+
+def _summed(comm: Communicator, case: Case, rows: int) -> torch.Tensor:
+    shape = (rows, case.columns)
+    return reduce_pattern(shape, case.torch_dtype, SEED, comm.ranks.rank, case.redop, comm.ranks.device)
+
+
+def _sum(comm: Communicator, case: Case, rows: int) -> torch.Tensor:
+    shape = (rows, case.columns)
+    return reduce_expected(shape, case.torch_dtype, SEED, comm.ranks.size, case.redop, comm.ranks.device)
+
+
+def _all_reduce(comm: Communicator, case: Case) -> Ready:
+    x = _summed(comm, case, case.rows)
+    out = torch.empty_like(x)
+
+    def wrong() -> int:
+        out.zero_()
+        return wrong_elements(comm.all_reduce(x, case.redop, out=out, label="bench"), _sum(comm, case, case.rows))
+
+    return Ready(lambda: comm.all_reduce(x, case.redop, out=out, label="bench"), wrong)
+
+
+def gather_ready(comm: Communicator, case: Case, dim: int = 0) -> Ready:
+    x = _copied(comm, case, comm.ranks.rank)
+    out = comm.all_gather(x, dim, label="bench")
+
+    def wrong() -> int:
+        out.view(torch.uint8).zero_()
+        got = comm.all_gather(x, dim, out=out, label="bench")
+        parts = [_copied(comm, case, rank) for rank in range(case.world)]
+        return _wrong_bytes(got, parts, dim)
+
+    return Ready(lambda: comm.all_gather(x, dim, out=out, label="bench"), wrong)
+
+
+def _all_gather_columns(comm: Communicator, case: Case) -> Ready:
+    split = TileSplit(case.columns, TILE, case.world)
+    x = _copied(comm, case, comm.ranks.rank, split.size(comm.ranks.rank))
+    out = comm.all_gather_columns(x, split, label="bench")
+
+    def wrong() -> int:
+        out.view(torch.uint8).zero_()
+        got = comm.all_gather_columns(x, split, out=out, label="bench")
+        return _wrong_bytes(got, [_copied(comm, case, r, split.size(r)) for r in range(case.world)], -1)
+
+    return Ready(lambda: comm.all_gather_columns(x, split, out=out, label="bench"), wrong)
+
+
+def _reduce_scatter(comm: Communicator, case: Case) -> Ready:
+    x = _summed(comm, case, case.rows * case.world)
+    out = torch.empty((case.rows, case.columns), dtype=x.dtype, device=x.device)
+
+    def wrong() -> int:
+        out.zero_()
+        got = comm.reduce_scatter(x, case.redop, out=out, label="bench")
+        mine = _sum(comm, case, case.rows * case.world).chunk(case.world)[comm.ranks.rank]
+        return wrong_elements(got, mine)
+
+    return Ready(lambda: comm.reduce_scatter(x, case.redop, out=out, label="bench"), wrong)
+
+
+def _broadcast(comm: Communicator, case: Case) -> Ready:
+    x = _copied(comm, case, comm.ranks.rank)
+
+    def wrong() -> int:
+        x.copy_(_copied(comm, case, comm.ranks.rank))
+        return wrong_elements(comm.broadcast(x, 0, label="bench"), _copied(comm, case, 0))
+
+    return Ready(lambda: comm.broadcast(x, 0, label="bench"), wrong)
+
+
+def _agree(comm: Communicator, case: Case) -> Ready:
+    def wrong() -> int:
+        yes = comm.agreement.agree(True, label="bench")
+        no = comm.agreement.agree(comm.ranks.rank != comm.ranks.size - 1, label="bench")
+        low = comm.agreement.agree_min(7 + comm.ranks.rank, label="bench")
+        return int(not yes) + int(no) + int(low != 7)
+
+    return Ready(lambda: comm.agreement.agree(True, label="bench"), wrong)
+
+
+def row_work(x: torch.Tensor) -> torch.Tensor:
+    """What sequence parallelism divides: an RMS norm of each row [rows, hidden], in fp32, back in x's dtype."""
+    wide = x.to(torch.float32)
+    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + EPSILON)).to(x.dtype)
+
+
+def _seqpar(comm: Communicator, case: Case) -> Ready:
+    x = _summed(comm, case, case.rows)
+
+    def call() -> torch.Tensor:
+        mine = row_work(comm.reduce_scatter(x, label="bench"))
+        return comm.all_gather(mine, label="bench")
+
+    return Ready(call, lambda: wrong_elements(call(), row_work(_sum(comm, case, case.rows))))
+
+
+def _seqpar_reference(comm: Communicator, case: Case) -> Ready:
+    x = _summed(comm, case, case.rows)
+
+    def call() -> torch.Tensor:
+        return row_work(comm.all_reduce(x, label="bench"))
+
+    return Ready(call, lambda: wrong_elements(call(), row_work(_sum(comm, case, case.rows))))
+
+
+def _wrong_bytes(got: torch.Tensor, parts: list[torch.Tensor], dim: int) -> int:
+    """Compare a gather with its parts where they must lie."""
+    at, wrong = 0, 0
+    for part in parts:
+        wrong += wrong_elements(got.narrow(dim, at, part.shape[dim]), part)
+        at += part.shape[dim]
+    return wrong
+
+
+def _needs_tiles(case: Case) -> str | None:
+    split = TileSplit.plan(case.columns, TILE, case.world)
+    return None if split else str(split)
+
+
+def _needs_rows(case: Case) -> str | None:
+    split = RowSplit.plan(case.rows, case.world)
+    if not split:
+        return str(split)
+    return "row work is on floating point" if not case.torch_dtype.is_floating_point else None
+
+
+def _seq_shape(nbytes: int, item: int, world: int, hidden: int) -> tuple[int, int]:
+    rows = max(1, nbytes // item // hidden)
+    return max(world, rows // world * world), hidden
+
+
+OPERATIONS: dict[str, Operation] = {
+    "all_reduce": Operation(True, lambda n: 2 * _ring(n), _whole, _flat, _all_reduce),
+    "all_gather": Operation(False, _ring, lambda c: _whole(c) * c.world, _shared, gather_ready),
+    "all_gather_columns": Operation(False, _ring, _whole, _by_hidden, _all_gather_columns, _needs_tiles),
+    "reduce_scatter": Operation(True, _ring, lambda c: _whole(c) * c.world, _shared, _reduce_scatter),
+    "broadcast": Operation(False, lambda n: 1.0, _whole, _flat, _broadcast),
+    "agree": Operation(False, lambda n: 1.0, lambda c: 8, lambda b, i, w, h: (1, 1), _agree),
+    "seqpar": Operation(True, lambda n: 2 * _ring(n), _whole, _seq_shape, _seqpar, _needs_rows),
+    "seqpar_reference": Operation(True, lambda n: 2 * _ring(n), _whole, _seq_shape, _seqpar_reference, _needs_rows),
+}
+
+
+def check_case(case: Case) -> None:
+    """Raise ArgumentError for a case that cannot be run, naming the argument."""
+    from ..comm import SUM_DTYPES
+
+    operation = OPERATIONS[case.op]
+    if operation.reduces and case.torch_dtype not in SUM_DTYPES:
+        names = ", ".join(sorted({dtype_name(d) for d in SUM_DTYPES}))
+        raise ArgumentError(f"--dtype {case.dtype!r} with {case.op}: it cannot be reduced; allowed is {names}")
+    reason = operation.refuse(case)
+    if reason is not None:
+        raise ArgumentError(f"{case.op} of [{case.rows}, {case.columns}]: {reason}")

@@ -1,0 +1,88 @@
+"""Timing one call over the ranks of a group: per-iteration times of every rank, reduced to one line."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..comm import Communicator
+
+__all__ = ["summarise", "time_calls"]
+
+
+def time_calls(comm: Communicator, call: Callable[[], Any], iterations: int, warmup: int, graphs: int) -> list[float]:
+    """This rank's time of each iteration in microseconds.
+
+    CPU: wall clock around each call. GPU: CUDA events around each call; with `graphs` K, `iterations` calls are captured
+    into one CUDA graph that is replayed K times, and a time is that of a replay divided by the calls in it.
+    """
+    for _ in range(warmup):
+        call()
+    if comm.ranks.device.type != "cuda":
+        comm.barrier(label="bench:start")
+        times: list[float] = []
+        for _ in range(iterations):
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e6)
+        return times
+    if graphs:
+        return _time_graph(comm, call, iterations, graphs)
+    comm.synchronize(label="bench:warm")
+    comm.barrier(label="bench:start")
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    comm.synchronize(label="bench:end")
+    return [a.elapsed_time(b) * 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+
+
+def _time_graph(comm: Communicator, call: Callable[[], Any], iterations: int, graphs: int) -> list[float]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    comm.synchronize(label="bench:warm")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(iterations):
+            call()
+    for _ in range(3):
+        graph.replay()
+    comm.synchronize(label="bench:captured")
+    comm.barrier(label="bench:start")
+    times: list[float] = []
+    for _ in range(graphs):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        comm.synchronize(label="bench:replay")
+        times.append(start.elapsed_time(end) * 1e3 / iterations)
+    return times
+
+
+def summarise(by_rank: Sequence[Sequence[float]]) -> dict[str, float | int]:
+    """One line from every rank's times: an iteration takes as long as its slowest rank.
+
+    Returns time_us (mean), p50_us, p99_us, cv (standard deviation over mean), slowest_rank (largest own median).
+    """
+    slowest = [max(times) for times in zip(*by_rank, strict=True)]
+    mean = statistics.fmean(slowest)
+    ordered = sorted(slowest)
+    medians = [statistics.median(times) for times in by_rank]
+    return {
+        "time_us": round(mean, 3),
+        "p50_us": round(statistics.median(ordered), 3),
+        "p99_us": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 3),
+        "cv": round(statistics.pstdev(slowest) / mean, 4) if mean else 0.0,
+        "slowest_rank": max(range(len(medians)), key=medians.__getitem__),
+    }
