@@ -1,4 +1,4 @@
-"""The checks of `preflight`: a registry. A check is a function of a Context that returns a Result; all ranks call it."""
+"""The checks of `preflight`: a registry. A check is a function from Context to Result that all ranks call."""
 
 from __future__ import annotations
 

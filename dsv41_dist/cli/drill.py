@@ -18,7 +18,7 @@ _SIGNALS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
 
 
 def run_drill() -> list[dict[str, Any]]:
-    """Stop rank 2 of 4, then kill rank 2 of 4; for each who named whom, after how long, and what was wrong with that."""
+    """Stop rank 2 of 4, then kill rank 2 of 4; for each who named whom, after how long, and what was wrong."""
     return [_one(how) for how in _SIGNALS]
 
 

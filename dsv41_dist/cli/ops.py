@@ -126,9 +126,10 @@ def _summed(comm: Communicator, case: Case, rows: int) -> torch.Tensor:
     return reduce_pattern(shape, case.torch_dtype, SEED, comm.ranks.rank, case.redop, comm.ranks.device)
 
 
-def _sum(comm: Communicator, case: Case, rows: int) -> torch.Tensor:
-    shape = (rows, case.columns)
-    return reduce_expected(shape, case.torch_dtype, SEED, comm.ranks.size, case.redop, comm.ranks.device)
+def _sum(comm: Communicator, case: Case, first_row: int = 0) -> torch.Tensor:
+    """The exact result in case.rows rows from first_row on."""
+    shape, start = (case.rows, case.columns), first_row * case.columns
+    return reduce_expected(shape, case.torch_dtype, SEED, case.world, case.redop, comm.ranks.device, start)
 
 
 def _all_reduce(comm: Communicator, case: Case) -> Ready:
@@ -137,7 +138,7 @@ def _all_reduce(comm: Communicator, case: Case) -> Ready:
 
     def wrong() -> int:
         out.zero_()
-        return wrong_elements(comm.all_reduce(x, case.redop, out=out, label="bench"), _sum(comm, case, case.rows))
+        return wrong_elements(comm.all_reduce(x, case.redop, out=out, label="bench"), _sum(comm, case))
 
     return Ready(lambda: comm.all_reduce(x, case.redop, out=out, label="bench"), wrong)
 
@@ -175,8 +176,7 @@ def _reduce_scatter(comm: Communicator, case: Case) -> Ready:
     def wrong() -> int:
         out.zero_()
         got = comm.reduce_scatter(x, case.redop, out=out, label="bench")
-        mine = _sum(comm, case, case.rows * case.world).chunk(case.world)[comm.ranks.rank]
-        return wrong_elements(got, mine)
+        return wrong_elements(got, _sum(comm, case, comm.ranks.rank * case.rows))
 
     return Ready(lambda: comm.reduce_scatter(x, case.redop, out=out, label="bench"), wrong)
 
@@ -214,7 +214,7 @@ def _seqpar(comm: Communicator, case: Case) -> Ready:
         mine = row_work(comm.reduce_scatter(x, label="bench"))
         return comm.all_gather(mine, label="bench")
 
-    return Ready(call, lambda: wrong_elements(call(), row_work(_sum(comm, case, case.rows))))
+    return Ready(call, lambda: wrong_elements(call(), row_work(_sum(comm, case))))
 
 
 def _seqpar_reference(comm: Communicator, case: Case) -> Ready:
@@ -223,7 +223,7 @@ def _seqpar_reference(comm: Communicator, case: Case) -> Ready:
     def call() -> torch.Tensor:
         return row_work(comm.all_reduce(x, label="bench"))
 
-    return Ready(call, lambda: wrong_elements(call(), row_work(_sum(comm, case, case.rows))))
+    return Ready(call, lambda: wrong_elements(call(), row_work(_sum(comm, case))))
 
 
 def _wrong_bytes(got: torch.Tensor, parts: list[torch.Tensor], dim: int) -> int:

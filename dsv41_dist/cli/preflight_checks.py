@@ -1,4 +1,4 @@
-"""What `preflight` checks of the communication layer: the ranks, the collectives of V4.1 at TP4, agreement, the drill."""
+"""What `preflight` checks of the communication layer: ranks, the collectives of V4.1 at TP4, agreement, the drill."""
 
 from __future__ import annotations
 

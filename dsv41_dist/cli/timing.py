@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ __all__ = ["summarise", "time_calls"]
 def time_calls(comm: Communicator, call: Callable[[], Any], iterations: int, warmup: int, graphs: int) -> list[float]:
     """This rank's time of each iteration in microseconds.
 
-    CPU: wall clock around each call. GPU: CUDA events around each call; with `graphs` K, `iterations` calls are captured
-    into one CUDA graph that is replayed K times, and a time is that of a replay divided by the calls in it.
+    CPU: wall clock around each call. GPU: CUDA events around each call; with `graphs` K, `iterations` calls are
+    captured into one CUDA graph that is replayed K times, and a time is that of a replay over the calls in it.
     """
     for _ in range(warmup):
         call()
@@ -40,7 +41,7 @@ def time_calls(comm: Communicator, call: Callable[[], Any], iterations: int, war
         call()
         mark.record()
     comm.synchronize(label="bench:end")
-    return [a.elapsed_time(b) * 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+    return [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks)]
 
 
 def _time_graph(comm: Communicator, call: Callable[[], Any], iterations: int, graphs: int) -> list[float]:

@@ -13,13 +13,13 @@ import torch
 __all__ = ["byte_pattern", "reduce_expected", "reduce_pattern", "wrong_elements"]
 
 
-def _hash(n: int, device: torch.device | str, seed: int, rank: int) -> torch.Tensor:
-    """int64 [n] in 0 .. 2^31-1: a mix of index, seed and rank (Knuth's multiplicative constants), wrapping."""
-    index = torch.arange(n, dtype=torch.int64, device=device)
-    h = (index + 1) * 2654435761 + (rank + 1) * 2246822519 + (seed + 1) * 3266489917
-    h = (h ^ (h >> 15)) * 2246822519
-    h = (h ^ (h >> 13)) * 3266489917
-    return (h ^ (h >> 16)) & 0x7FFFFFFF
+def _hash(n: int, device: torch.device | str, seed: int, rank: int, start: int = 0) -> torch.Tensor:
+    """int64 [n], all 64 bits mixed: of index (from `start`), seed and rank; odd constants, wrapping, in place."""
+    h = torch.arange(start + 1, start + 1 + n, dtype=torch.int64, device=device)
+    h.mul_(0x9E3779B97F4A7C1).add_((rank + 1) * 2246822519 + (seed + 1) * 3266489917)
+    h.bitwise_xor_(h >> 29).mul_(0x3F58476D1CE4E5B9)
+    h.bitwise_xor_(h >> 32).mul_(0x14D049BB133111EB)
+    return h.bitwise_xor_(h >> 31)
 
 
 def reduce_pattern(
@@ -30,12 +30,18 @@ def reduce_pattern(
 
 
 def reduce_expected(
-    shape: Sequence[int], dtype: torch.dtype, seed: int, world: int, op: str = "sum", device: torch.device | str = "cpu"
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    seed: int,
+    world: int,
+    op: str = "sum",
+    device: torch.device | str = "cpu",
+    start: int = 0,
 ) -> torch.Tensor:
-    """The exact result of reducing every rank's `reduce_pattern`."""
-    total = _integers(shape, dtype, seed, 0, op, device)
+    """The exact result of reducing every rank's `reduce_pattern`; `start` is the first element of a part of it."""
+    total = _integers(shape, dtype, seed, 0, op, device, start)
     for rank in range(1, world):
-        value = _integers(shape, dtype, seed, rank, op, device)
+        value = _integers(shape, dtype, seed, rank, op, device, start)
         if op == "sum":
             total += value
         elif op == "prod":
@@ -46,9 +52,15 @@ def reduce_expected(
 
 
 def _integers(
-    shape: Sequence[int], dtype: torch.dtype, seed: int, rank: int, op: str, device: torch.device | str
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    seed: int,
+    rank: int,
+    op: str,
+    device: torch.device | str,
+    start: int = 0,
 ) -> torch.Tensor:
-    h = _hash(torch.Size(shape).numel(), device, seed, rank)
+    h = _hash(torch.Size(shape).numel(), device, seed, rank, start) & 0x7FFFFFFF
     unsigned = dtype == torch.uint8
     if op == "sum":
         # 16 ranks times 15 is 240, exact with the 8 significant bits of bf16; int8 ends at 127.
@@ -66,10 +78,11 @@ def byte_pattern(
 ) -> torch.Tensor:
     """This rank's input [shape] for a byte copy: arbitrary bytes of any dtype (0 and 1 for bool), NaNs included."""
     size = torch.empty(0, dtype=dtype).element_size()
-    h = _hash(torch.Size(shape).numel() * size, device, seed, rank)
+    nbytes = torch.Size(shape).numel() * size
+    data = _hash((nbytes + 7) // 8, device, seed, rank).view(torch.uint8)[:nbytes]
     if dtype == torch.bool:
-        return (h & 1).to(torch.bool).view(tuple(shape))
-    return (h & 0xFF).to(torch.uint8).view(dtype).view(tuple(shape))
+        return (data & 1).to(torch.bool).view(tuple(shape))
+    return data.view(dtype).view(tuple(shape))
 
 
 def wrong_elements(got: torch.Tensor, expected: torch.Tensor) -> int:

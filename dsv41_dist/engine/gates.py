@@ -16,10 +16,9 @@ from typing import Any
 
 from .gate_kinds import BadValue
 from .gate_table import GATES, Gate
+from .names import PREFIXES
 
-__all__ = ["GATES", "PREFIXES", "Gate", "GateError", "Gates", "any_set", "markdown"]
-
-PREFIXES = ("DSV41_", "SPARK_PREFILL_")
+__all__ = ["GATES", "Gate", "GateError", "Gates", "markdown"]
 
 
 class GateError(ValueError):
@@ -27,12 +26,6 @@ class GateError(ValueError):
 
 
 _BY_NAME = {gate.name: gate for gate in GATES}
-
-
-def any_set(env: Mapping[str, str] | None = None) -> bool:
-    """Whether any variable of ours is set to something: what decides that there is anything to arm."""
-    env = os.environ if env is None else env
-    return any(name.startswith(PREFIXES) and env[name] for name in env)
 
 
 class Gates(Mapping[str, Any]):

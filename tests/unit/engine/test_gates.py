@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv41_dist.engine.gates import GATES, GateError, Gates, any_set, markdown
+from dsv41_dist.engine.gates import GATES, GateError, Gates, markdown
+from dsv41_dist.engine.names import any_set
 
 ROOT = Path(__file__).parents[3]
 
