@@ -94,7 +94,7 @@ def plan_bench(
         operation = OPERATIONS[op]
         for name in dtypes:
             item = Case(op, 1, 1, name, "sum", place.size).item
-            for red in redops if operation.reduces else ["none"]:
+            for red in _reductions(op, redops):
                 if op == "agree":
                     shapes = [(1, 1)]
                 elif rows is not None:
@@ -103,6 +103,8 @@ def plan_bench(
                     sizes = [low * step**k for k in range(int(math.log(high / low, step) + 1e-9) + 1)]
                     shapes = [operation.shape(int(size), item, place.size, columns) for size in sizes]
                 cases += [Case(op, r, c, name, red, place.size) for r, c in dict.fromkeys(shapes)]
+    if dtype == "all":
+        cases = [case for case in cases if OPERATIONS[case.op].takes_dtype(case.torch_dtype)]
     for case in cases:
         check_case(case)
     launches = _integer("-G", graphs, 0, 10**6)
@@ -171,6 +173,12 @@ def compare_with_baseline(rows: Sequence[dict[str, Any]], baseline: dict[str, An
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in ("op", "bytes", "dtype", "redop", "transport", "graph"))
+
+
+def _reductions(op: str, redops: list[str]) -> list[str]:
+    if not OPERATIONS[op].reduces:
+        return ["none"]
+    return ["sum"] if op.startswith("seqpar") else redops
 
 
 def _names(argument: str, text: str, allowed: list[str], everything: list[str]) -> list[str]:

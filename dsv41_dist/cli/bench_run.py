@@ -124,7 +124,7 @@ class Printer:
         wrong = "N/A" if row["wrong"] is None else str(row["wrong"])
         text = (
             f"{row['op']:<19}{row['bytes']:>12}{row['count']:>12}{row['dtype']:>10}{row['redop']:>7}"
-            f"{row['time_us']:>11.2f}{row['algbw_gbps']:>8.2f}{row['busbw_gbps']:>8.2f}{wrong:>8}"
+            f"{row['time_us']:>11.2f}{row['algbw_gbps']:>8.3f}{row['busbw_gbps']:>8.3f}{wrong:>8}"
             f"{row['p50_us']:>11.2f}{row['p99_us']:>11.2f}{row['cv'] * 100:>7.1f}{row['slowest_rank']:>9}"
         )
         if self._tty:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..comm import ArgumentError, Communicator, RowSplit, TileSplit
+from ..comm import SUM_DTYPES, ArgumentError, Communicator, RowSplit, TileSplit
 from ..comm.patterns import byte_pattern, reduce_expected, reduce_pattern, wrong_elements
 
 __all__ = ["DTYPES", "OPERATIONS", "Case", "Operation", "dtype_name"]
@@ -81,6 +81,7 @@ class Operation:
         size: case -> bytes of the operation.
         shape: (bytes, item, world, hidden) -> rows, columns for a size sweep.
         refuse: case -> why it cannot be run, or None.
+        floating: whether it works on floating point only.
         ready: makes a case ready on a rank.
     """
 
@@ -90,6 +91,12 @@ class Operation:
     shape: Callable[[int, int, int, int], tuple[int, int]]
     ready: Callable[[Communicator, Case], Ready]
     refuse: Callable[[Case], str | None] = lambda case: None
+    floating: bool = False
+
+    def takes_dtype(self, dtype: torch.dtype) -> bool:
+        if self.floating and not dtype.is_floating_point:
+            return False
+        return not self.reduces or dtype in SUM_DTYPES
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -242,14 +249,16 @@ def _needs_tiles(case: Case) -> str | None:
 
 def _needs_rows(case: Case) -> str | None:
     split = RowSplit.plan(case.rows, case.world)
-    if not split:
-        return str(split)
-    return "row work is on floating point" if not case.torch_dtype.is_floating_point else None
+    return None if split else str(split)
 
 
 def _seq_shape(nbytes: int, item: int, world: int, hidden: int) -> tuple[int, int]:
     rows = max(1, nbytes // item // hidden)
     return max(world, rows // world * world), hidden
+
+
+def _row_operation(ready: Callable[[Communicator, Case], Ready]) -> Operation:
+    return Operation(True, lambda n: 2 * _ring(n), _whole, _seq_shape, ready, _needs_rows, floating=True)
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -259,19 +268,17 @@ OPERATIONS: dict[str, Operation] = {
     "reduce_scatter": Operation(True, _ring, lambda c: _whole(c) * c.world, _shared, _reduce_scatter),
     "broadcast": Operation(False, lambda n: 1.0, _whole, _flat, _broadcast),
     "agree": Operation(False, lambda n: 1.0, lambda c: 8, lambda b, i, w, h: (1, 1), _agree),
-    "seqpar": Operation(True, lambda n: 2 * _ring(n), _whole, _seq_shape, _seqpar, _needs_rows),
-    "seqpar_reference": Operation(True, lambda n: 2 * _ring(n), _whole, _seq_shape, _seqpar_reference, _needs_rows),
+    "seqpar": _row_operation(_seqpar),
+    "seqpar_reference": _row_operation(_seqpar_reference),
 }
 
 
 def check_case(case: Case) -> None:
     """Raise ArgumentError for a case that cannot be run, naming the argument."""
-    from ..comm import SUM_DTYPES
-
     operation = OPERATIONS[case.op]
-    if operation.reduces and case.torch_dtype not in SUM_DTYPES:
-        names = ", ".join(sorted({dtype_name(d) for d in SUM_DTYPES}))
-        raise ArgumentError(f"--dtype {case.dtype!r} with {case.op}: it cannot be reduced; allowed is {names}")
+    if not operation.takes_dtype(case.torch_dtype):
+        names = ", ".join(name for name, dtype in DTYPES.items() if operation.takes_dtype(dtype))
+        raise ArgumentError(f"--dtype {case.dtype!r} with {case.op}: allowed is {names}")
     reason = operation.refuse(case)
     if reason is not None:
         raise ArgumentError(f"{case.op} of [{case.rows}, {case.columns}]: {reason}")

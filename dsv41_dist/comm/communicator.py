@@ -88,7 +88,7 @@ class Communicator:
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         nbytes = x.nbytes
-        route = self._routes.get(("all_reduce", op, x.dtype, nbytes)) if not self._guarded else None
+        route = self._routes.get(("all_reduce", op, x.dtype, nbytes, x.device)) if not self._guarded else None
         if route is None:
             route = self._route("all_reduce", x, nbytes, reduce_op=op)
         if out.shape != x.shape or out.dtype != x.dtype:
@@ -272,11 +272,9 @@ class Communicator:
     ) -> Transport:
         capturing = self._guarded and x.is_cuda and torch.cuda.is_current_stream_capturing()
         undeclared = capturing and _declared_key(op, tuple(x.shape), x.dtype, dim, reduce_op) not in self._declared
-        key = (
-            (op, reduce_op or dim, x.dtype, nbytes, undeclared)
-            if self._guarded
-            else (op, reduce_op or dim, x.dtype, nbytes)
-        )
+        key: Any = (op, reduce_op or dim, x.dtype, nbytes, x.device)
+        if self._guarded:
+            key = (*key, undeclared)
         route = self._routes.get(key)
         if route is not None:
             return route
@@ -286,7 +284,7 @@ class Communicator:
             if x.dtype not in SUM_DTYPES:
                 names = ", ".join(str(d).removeprefix("torch.") for d in SUM_DTYPES)
                 raise ArgumentError(f"{op} dtype={str(x.dtype).removeprefix('torch.')}: allowed is {names}")
-        if x.device.type != self.ranks.device.type:
+        if x.device != self.ranks.device and (x.device.type != self.ranks.device.type or x.is_cuda):
             raise ArgumentError(f"{op}: a tensor on {x.device}, the group's data is on {self.ranks.device}")
         call = Call(op, tuple(x.shape), x.dtype, dim, reduce_op or "sum", split)
         for name in self.table.candidates(op, nbytes):

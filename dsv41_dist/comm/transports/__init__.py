@@ -11,6 +11,7 @@ __all__ = ["OPS", "REDUCE_OPS", "SUM_DTYPES", "TRANSPORTS", "Call", "Transport",
 TRANSPORTS: dict[str, tuple[str, str]] = {
     "process_group": (".process_group", "ProcessGroupTransport"),
     "mpi": (".mpi", "MpiTransport"),
+    "peer": (".peer", "PeerTransport"),
 }
 
 
