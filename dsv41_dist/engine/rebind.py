@@ -57,7 +57,7 @@ def rebind(pairs: Iterable[tuple[Any, Any]]) -> Rebound:
             kind = type(value)
             if interesting(value, kind):
                 count += _one(module, attribute, value, f"{name}.{attribute}", lookup, stuck)
-            elif issubclass(kind, type) and value.__module__ == name:
+            elif issubclass(kind, type) and vars(value).get("__module__") == name:
                 for inner, raw in list(vars(value).items()):
                     if interesting(raw, type(raw)):
                         count += _one(value, inner, raw, f"{name}.{attribute}.{inner}", lookup, stuck)
