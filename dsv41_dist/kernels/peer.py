@@ -1,7 +1,7 @@
 """One-shot collectives over GPU peer memory: what is launched, and where everything lies in memory.
 
-The kernels are in peer.cu, whose head states the protocols, why two slots are enough, and how waits end. Plain torch twins:
-`comm.reference`. A rank is an index and a list of arenas here; who they are is the caller's business.
+The kernels are in peer.cu, whose head states the protocols, why two slots are enough, and how waits end. Plain torch
+twins: `comm.reference`. A rank is an index and a list of arenas here; who they are is the caller's business.
 
 Bytes that cross the links into one GPU, world W, n bytes per rank: gather (W-1) n; one-shot sum (W-1) n; two-shot sum
 2 (W-1) n / W; reduce-scatter (W-1) n / W; the packet protocol doubles them, the line protocol adds 1/15. At 478 GB/s a
@@ -81,7 +81,10 @@ class Args(ctypes.Structure):
 class Device(Protocol):
     """What runs the kernels: CUDA (`peer_cuda`), or a CPU in tests. Addresses are integers."""
 
-    host_record: int  # address, as the kernels write it, of 48 bytes that the host reads without synchronising
+    @property
+    def host_record(self) -> int:
+        """Address, as the kernels write it, of 64 bytes that the host reads without synchronising."""
+        ...
 
     def launch(self, name: str, grid: int, block: int, args: Args) -> None:
         """Put kernel `name` on the current stream."""
@@ -166,7 +169,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Columns:
-    """Shards as columns of a row-major output, in bytes: rank s has `rows` pieces of widths[s] at starts[s] of each row."""
+    """Shards as columns of a row-major output, in bytes: rank s has widths[s] at starts[s] of each of `rows` rows."""
 
     rows: int
     widths: tuple[int, ...]

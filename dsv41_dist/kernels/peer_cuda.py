@@ -1,4 +1,4 @@
-"""CUDA under the peer kernels: memory that other processes can open, compiled kernels, launches on torch's current stream.
+"""CUDA under the peer kernels: memory other processes can open, compiled kernels, launches on torch's current stream.
 
 Memory is one cudaMalloc per rank, opened by the other processes through its CUDA IPC handle: peer addresses and nothing
 else, so NVLink multicast has no part in it, ranks may share a GPU, and what is exchanged is a blob of bytes.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
@@ -18,7 +19,6 @@ from .peer import Args
 
 __all__ = ["CudaDevice", "missing"]
 
-_HANDLE_BYTES = 64
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: links that are NVLink, not PCIe
 
 
@@ -27,7 +27,7 @@ def missing(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"it needs CUDA tensors, the group's data is on {device.type}"
     try:
-        import cupy  # noqa: F401
+        import_module("cupy")
     except Exception as error:
         return f"cupy does not import ({type(error).__name__}: {error}): pip install 'dsv41-dist[gpu]'"
     try:
@@ -43,18 +43,19 @@ class CudaDevice:
     """One GPU, seen from one rank."""
 
     def __init__(self, device: torch.device, world: int) -> None:
-        import cupy
-        from cupy.cuda import driver, runtime
-
-        self._cupy, self._driver, self._runtime = cupy, driver, runtime
-        self.index = torch.cuda.current_device() if device.index is None else device.index
+        # By name: cupy is an extra, and has no types.
+        cupy: Any = import_module("cupy")
+        self._cupy, self._driver, self._runtime = cupy, cupy.cuda.driver, cupy.cuda.runtime
+        index: int | None = device.index
+        self.index = torch.cuda.current_device() if index is None else index
         self._record = torch.zeros(8, dtype=torch.int64, pin_memory=True)
-        self._words: Any = self._record.numpy()
+        self._words: Any = self._record.numpy().data
         self.host_record = self._record.data_ptr()
         self._arena = 0
+        self._stream: int | None = None
         self._opened: list[int] = []
         self._params = (ctypes.c_void_p * 1)()
-        folder = files(__package__)
+        folder = files("dsv41_dist.kernels")
         source = (folder / "peer_device.cuh").read_text() + (folder / "peer.cu").read_text()
         with cupy.cuda.Device(self.index):
             module = cupy.RawModule(code=source, options=("-std=c++17", f"-DWORLD={world}"))
@@ -70,15 +71,14 @@ class CudaDevice:
         return self._arena
 
     def export(self) -> bytes:
-        """What another process needs to open the arena, and to judge the link to it."""
+        """What another process needs to open the arena, and which GPU it is on."""
         with self._cupy.cuda.Device(self.index):
             handle = bytes(self._runtime.ipcGetMemHandle(self._arena))
-            bus = self._runtime.deviceGetPCIBusId(self.index).encode()
-        return struct.pack("=qQ64s32s", os.getpid(), self._arena, handle, bus)
+        return struct.pack("=qQ64s", os.getpid(), self._arena, handle)
 
     def open(self, blob: bytes) -> int:
         """The address of another rank's arena here. The same process (several ranks in one) uses it directly."""
-        pid, address, handle, _ = struct.unpack("=qQ64s32s", blob)
+        pid, address, handle = struct.unpack("=qQ64s", blob)
         if pid == os.getpid():
             return address
         with self._cupy.cuda.Device(self.index):
@@ -86,52 +86,80 @@ class CudaDevice:
         self._opened.append(opened)
         return opened
 
-    def whole_lines(self, blob: bytes) -> bool:
-        """Whether the link to that rank's GPU is NVLink (or none is needed), which delivers 128-byte stores whole."""
-        bus = struct.unpack("=qQ64s32s", blob)[3].rstrip(b"\0").decode()
-        if bus == self._runtime.deviceGetPCIBusId(self.index):
-            return True
-        try:
-            other = self._runtime.deviceGetByPCIBusId(bus)
-        except Exception:
-            return False  # hidden by CUDA_VISIBLE_DEVICES: its link cannot be asked for
-        value = ctypes.c_int(0)
-        status = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(
-            ctypes.byref(value), _NATIVE_ATOMICS, self.index, other
-        )
-        return status == 0 and value.value == 1
+    def identity(self) -> str:
+        """The GPU, the same string for every process of the host."""
+        return self._runtime.deviceGetPCIBusId(self.index)
+
+    def whole_lines(self) -> bool:
+        """Whether all GPUs this process sees are joined by NVLink, which delivers 128-byte stores whole."""
+        count = self._runtime.getDeviceCount()
+        query = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute
+        for one in range(count):
+            for other in range(count):
+                value = ctypes.c_int(0)
+                if one != other and (query(ctypes.byref(value), _NATIVE_ATOMICS, one, other) != 0 or not value.value):
+                    return False
+        return count > 1
 
     def launch(self, name: str, grid: int, block: int, args: Args) -> None:
+        """On torch's current stream, after whatever this device was last given on another one.
+
+        Raises RuntimeError when one capture uses two streams: its calls would have no order.
+        """
+        stream = torch.cuda.current_stream(self.index)
+        if stream.cuda_stream != self._stream:
+            self._follow(stream)
         self._params[0] = ctypes.addressof(args)
-        stream = torch.cuda.current_stream(self.index).cuda_stream
         self._driver.launchKernel(
-            self._kernels[name], grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(self._params), 0
+            self._kernels[name], grid, 1, 1, block, 1, 1, 0, stream.cuda_stream, ctypes.addressof(self._params), 0
         )
 
-    def record(self) -> list[int]:
-        """The host record: 8 reports by reporting rank (0: none), kind + 1, 0, sequence. No synchronisation."""
-        words = self._words.view("uint32")
-        return [int(word) for word in words[:9]] + [0, int(self._words[5])]
+    def _follow(self, stream: torch.cuda.Stream) -> None:
+        last, self._stream = self._stream, stream.cuda_stream
+        if last is None:
+            return
+        if self._runtime.streamIsCapturing(last):
+            self._stream = last
+            raise RuntimeError(
+                "peer: calls of one communicator on two streams while one of them is being captured into a graph: "
+                "within a capture all its calls belong on one stream"
+            )
+        if not self._runtime.streamIsCapturing(stream.cuda_stream):
+            stream.wait_stream(torch.cuda.ExternalStream(last, device=self.index))
 
-    def set_sequence(self, offset: int, value: int) -> None:
-        """Write a sequence of the own arena (tests start near 2^32). Before the first launch, on every rank."""
+    def poisoned(self) -> bool:
+        """Whether a kernel has reported a failure. Reads host memory; no synchronisation."""
+        words = self._words
+        return bool(words[0] | words[1] | words[2] | words[3])
+
+    def record(self) -> tuple[list[int], int, int]:
+        """(report of each rank, 0 when it made none; kind of the call; its sequence)."""
+        words = self._record.numpy().view("uint32")
+        return [int(word) for word in words[:8]], int(words[8]) - 1, int(self._words[5])
+
+    def write_word(self, address: int, value: int) -> None:
+        """Write 64 bits to an arena, from the host; not ordered with kernels that are running."""
         word = ctypes.c_uint64(value)
-        self._runtime.memcpy(self._arena + offset, ctypes.addressof(word), 8, self._runtime.memcpyHostToDevice)
+        self._runtime.memcpy(address, ctypes.addressof(word), 8, self._runtime.memcpyHostToDevice)
 
-    def sequence(self, offset: int) -> int:
+    def read_word(self, address: int) -> int:
         word = ctypes.c_uint64(0)
-        self._runtime.memcpy(ctypes.addressof(word), self._arena + offset, 8, self._runtime.memcpyDeviceToHost)
+        self._runtime.memcpy(ctypes.addressof(word), address, 8, self._runtime.memcpyDeviceToHost)
         return word.value
 
-    def close(self) -> None:
-        """Unmap the others' arenas and free the own one. The kernels' waits are bounded, and so is this."""
+    def synchronize(self) -> None:
+        """Wait for this device. Bounded, because the kernels' waits are."""
+        torch.cuda.synchronize(self.index)
+
+    def close(self, *, free: bool) -> None:
+        """Unmap the others' arenas. The own one is freed when nobody can be using it, else by the process's end."""
         with self._cupy.cuda.Device(self.index):
             for address in self._opened:
                 self._runtime.ipcCloseMemHandle(address)
             self._opened.clear()
-            if self._arena:
+            if self._arena and free:
                 self._runtime.free(self._arena)
-                self._arena = 0
+            self._arena = 0
 
 
 def _kernel_names() -> list[str]:
