@@ -1,4 +1,4 @@
-"""The doors: sitecustomize on PYTHONPATH and the plug-in call. Without a gate nothing; with one, all of it or the end."""
+"""The doors: sitecustomize on PYTHONPATH and the plug-in call. Without a gate nothing; with one, all or the end."""
 
 from __future__ import annotations
 
