@@ -1,0 +1,107 @@
+"""Time every sensible plan of the peer kernels at each size and check its bytes: what kernels/peer_plan.py rests on.
+
+torchrun --nproc-per-node N benchmarks/peer_tune.py OUT.json [seconds]
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from peer_common import agree_wrong, capture, replay_times, slowest, start, wrong_bytes
+
+from dsv41_dist.comm import reference
+from dsv41_dist.kernels import peer as kernels
+from dsv41_dist.kernels.peer_plan import Plan, bulk_plan, fits, small_plan
+
+SIZES = [1 << 10, 8 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10]
+SIZES += [1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 64 << 20]
+
+
+def candidates(op: str, world: int, nbytes: int, chunks: int) -> Iterator[Plan]:
+    if nbytes <= 128 << 10:
+        for blocks, block in ((128, 128), (128, 256), (128, 512), (32, 512), (64, 1024), (128, 1024)):
+            yield small_plan("packet", nbytes, blocks, block)
+    if nbytes <= 2 << 20:
+        for blocks, block in ((128, 128), (128, 256), (128, 512), (32, 512), (64, 1024), (128, 1024)):
+            yield small_plan("line", nbytes, blocks, block)
+    if nbytes >= 128 << 10:
+        large = nbytes >= 8 << 20
+        shots = (False, True) if op == "all_reduce" and world > 2 else (False,)
+        chunk_sizes = (16, 32, 64, 128) if large else (4, 8, 16, 32)
+        grids = ((132, 1024), (264, 512), (528, 256))
+        shares = (0.35, 0.5, 0.65) if large else (0.5,)
+        for two, push, chunk, (blocks, block), share in itertools.product(shots, (0, 1), chunk_sizes, grids, shares):
+            yield bulk_plan(
+                op, world, nbytes, chunk << 10, blocks, chunks, push=bool(push), two_shot=two, block=block, share=share
+            )
+
+
+def main() -> None:
+    out_path, budget = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 200.0
+    ranks, comm = start()
+    peer = comm.transports["peer"]
+    group, layout = peer._group, peer.layout
+    world, rank = ranks.size, ranks.rank
+    began, results = time.monotonic(), []
+    jobs = [(op, n) for n in SIZES for op in ("all_gather", "all_reduce")]
+    for at, (op, nbytes) in enumerate(jobs):
+        shards = []
+        for r in range(world):
+            torch.manual_seed(r + nbytes)
+            shards.append(torch.randn(nbytes // 2, device="cuda", dtype=torch.bfloat16))
+        x = shards[rank].clone()
+        want = reference.all_gather(shards) if op == "all_gather" else reference.all_reduce(shards)
+        out = torch.empty_like(want)
+        columns = kernels.Columns.equal(x.shape, 0, 2, world)
+        plans = list(dict.fromkeys(candidates(op, world, nbytes, layout.chunks)))
+        allowed = began + budget * (at + 1) / len(jobs)
+        for index, plan in enumerate(plans):
+            if not fits(plan, op, world, nbytes, layout.packet_bytes, layout.line_bytes, layout.bulk_bytes):
+                continue
+            late = torch.tensor([time.monotonic() > allowed], device="cuda", dtype=torch.int32)
+            dist.all_reduce(late)
+            if int(late) and index % 3:
+                continue
+
+            if op == "all_gather":
+                call = partial(kernels.copy_columns, group, x, out, columns, plan, 5.0)
+            else:
+                call = partial(kernels.sum_parts, group, x, out, plan, 5.0)
+            out.fill_(7)
+            graph = capture(call)
+            times, _ = slowest(replay_times(graph, 7))
+            torch.cuda.synchronize()
+            peer.check()
+            wrong = agree_wrong(wrong_bytes(out, want))
+            results.append({"op": op, "bytes": nbytes, "us": sorted(times)[3], "wrong": wrong, **asdict(plan)})
+        if rank == 0:
+            best = sorted((r for r in results if r["op"] == op and r["bytes"] == nbytes), key=lambda r: r["us"])
+            bad = sum(r["wrong"] > 0 for r in best)
+            seen = set()
+            for r in best:
+                key = (r["protocol"], r["push"], r["two_shot"])
+                if key not in seen:
+                    seen.add(key)
+                    extra = f"chunk {r['chunk'] >> 10}K roles {r['roles']}" if r["protocol"] == "bulk" else ""
+                    print(
+                        f"{op} {nbytes >> 10}K {r['us']:.2f} {r['protocol']} push={r['push']:d} two={r['two_shot']:d} "
+                        f"{r['grid']}x{r['block']} {extra}",
+                        flush=True,
+                    )
+            print(f"  {len(best)} plans, wrong {bad}", flush=True)
+    if rank == 0:
+        with open(out_path, "w") as file:
+            json.dump({"world": world, "results": results}, file)
+    comm.close()
+    dist.destroy_process_group()
+
+
+main()
