@@ -1,4 +1,4 @@
-"""What the links of this machine give to plain copies (copy engines), as a ceiling: GB/s a direction, one and both ways."""
+"""What the links of this machine give to plain copies (copy engines), as a ceiling: GB/s a direction, both ways too."""
 
 import sys
 

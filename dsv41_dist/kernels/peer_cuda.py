@@ -52,7 +52,7 @@ class CudaDevice:
         self._words: Any = self._record.numpy().data
         self.host_record = self._record.data_ptr()
         self._arena = 0
-        self._stream: int | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._opened: list[int] = []
         self._params = (ctypes.c_void_p * 1)()
         folder = files("dsv41_dist.kernels")
@@ -107,25 +107,28 @@ class CudaDevice:
         Raises RuntimeError when one capture uses two streams: its calls would have no order.
         """
         stream = torch.cuda.current_stream(self.index)
-        if stream.cuda_stream != self._stream:
+        handle = stream.cuda_stream
+        if self._stream is None or handle != self._stream.cuda_stream:
             self._follow(stream)
         self._params[0] = ctypes.addressof(args)
         self._driver.launchKernel(
-            self._kernels[name], grid, 1, 1, block, 1, 1, 0, stream.cuda_stream, ctypes.addressof(self._params), 0
+            self._kernels[name], grid, 1, 1, block, 1, 1, 0, handle, ctypes.addressof(self._params), 0
         )
 
     def _follow(self, stream: torch.cuda.Stream) -> None:
-        last, self._stream = self._stream, stream.cuda_stream
-        if last is None:
-            return
-        if self._runtime.streamIsCapturing(last):
-            self._stream = last
+        last = self._stream
+        if last is not None and self._captures(last):
             raise RuntimeError(
                 "peer: calls of one communicator on two streams while one of them is being captured into a graph: "
                 "within a capture all its calls belong on one stream"
             )
-        if not self._runtime.streamIsCapturing(stream.cuda_stream):
-            stream.wait_stream(torch.cuda.ExternalStream(last, device=self.index))
+        if last is not None and not self._captures(stream):
+            stream.wait_stream(last)
+        self._stream = stream
+
+    def _captures(self, stream: torch.cuda.Stream) -> bool:
+        # The default stream is never captured, and must not be asked while another one is.
+        return stream.cuda_stream != 0 and bool(self._runtime.streamIsCapturing(stream.cuda_stream))
 
     def poisoned(self) -> bool:
         """Whether a kernel has reported a failure. Reads host memory; no synchronisation."""
