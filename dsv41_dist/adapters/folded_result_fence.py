@@ -85,6 +85,7 @@ def _fenced_block_lens(original: Any, state: AdapterState) -> Any:
         if buffer is None or lens.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
             return lens  # computed for this step, not a view
         state.fire()
+        state.holds("block lens", _STEPS_ALIVE * lens.numel() * lens.element_size())
         return lens.clone()
 
     return _block_accept_lens
@@ -93,5 +94,5 @@ def _fenced_block_lens(original: Any, state: AdapterState) -> Any:
 def _clone(outs: Any, state: AdapterState) -> Any:
     clones = {field: getattr(outs, field).clone() for field in _FIELDS}
     state.fire()
-    state.holds(_STEPS_ALIVE * sum(tensor.numel() * tensor.element_size() for tensor in clones.values()))
+    state.holds("accept", _STEPS_ALIVE * sum(tensor.numel() * tensor.element_size() for tensor in clones.values()))
     return type(outs)(**clones)

@@ -161,7 +161,7 @@ def record(wheel: Path, targets: Iterable[Target]) -> dict[str, Any]:
             "fingerprint": symbol.fingerprint,
             "lines": " ".join(line.digest for line in symbol.lines),
         }
-    return {"release": tree.release, "wheel": wheel.name, "symbols": symbols}
+    return {"release": tree.release, "symbols": symbols}
 
 
 def write(wheel_dir: Path, targets: Sequence[Target], folder: Path = FOLDER) -> list[Path]:

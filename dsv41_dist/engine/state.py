@@ -18,7 +18,7 @@ class AdapterState:
         self.patched: dict[str, int] = {}  # target key -> how often it was patched (again after a reload)
         self.rebound = 0  # stale `from x import f` copies that now hold the patched function
         self.fired = 0
-        self.memory_bytes = 0
+        self._memory: dict[str, int] = {}
         self.notes: list[str] = []
         self.on_first_fire: Callable[[], None] | None = None
 
@@ -28,9 +28,14 @@ class AdapterState:
         if self.fired == 1 and self.on_first_fire is not None:
             self.on_first_fire()
 
-    def holds(self, memory_bytes: int) -> None:
-        """Report that the adapter costs this much memory at its peak, in bytes on this rank."""
-        self.memory_bytes = max(self.memory_bytes, memory_bytes)
+    def holds(self, part: str, memory_bytes: int) -> None:
+        """Report what one part of the adapter's memory comes to, in bytes on this rank; the largest report counts."""
+        self._memory[part] = max(self._memory.get(part, 0), memory_bytes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the adapter costs at its peak: the sum over its parts."""
+        return sum(self._memory.values())
 
     def status(self, ended: bool = False) -> str:
         """native, armed (its modules were not imported), installed, fired, or never fired once serving has ended."""

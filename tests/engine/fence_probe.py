@@ -128,7 +128,9 @@ def folded_path(paths) -> None:
     graph_step(epilogue, step_inputs(2))
     wanted = accept(executor, step_inputs(2), folded=False)
     read = epilogue.read_accept(BS)
-    assert all(torch.equal(getattr(read, name).to(torch.int64), getattr(wanted, name).to(torch.int64)) for name in FIELDS)
+    assert all(
+        torch.equal(getattr(read, name).to(torch.int64), getattr(wanted, name).to(torch.int64)) for name in FIELDS
+    )
     assert all(t.untyped_storage().data_ptr() in storages(epilogue) for t in fields_of(read).values())
 
 

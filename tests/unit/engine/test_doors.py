@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from toy import DOOR, ROOT, run_python
+
+from tests.unit.engine.toy import DOOR, ROOT, run_python
 
 HOOKS = "sum(type(f).__name__ == 'Hook' for f in sys.meta_path)"
 FENCE = {"DSV41_FOLDED_FENCE": "1"}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from toy import FILES, TARGETS, Toy
 
 from dsv41_dist.engine import drift
 from dsv41_dist.engine.symbols import Target
 from dsv41_dist.engine.tree import EngineNotFound, EngineTree
+from tests.unit.engine.toy import FILES, TARGETS, Toy
 
 
 @pytest.fixture

@@ -276,7 +276,7 @@ def test_workers_of_every_start_method_are_patched(toy, method):
     (toy.root / "armed_worker.py").write_text(
         "import driver_setup\n\n\ndef work(queue):\n    from sglang.ops import scale\n    queue.put(scale(1))\n"
     )
-    from toy import PRELUDE
+    from tests.unit.engine.toy import PRELUDE
 
     setup = PRELUDE.format(releases=str(toy.releases)) + '\nHOOK = armed_hook(Tag("a", "scale"))\n'
     (toy.root / "driver_setup.py").write_text(setup)

@@ -11,9 +11,9 @@ import textwrap
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy import ROOT
 
 from dsv41_dist.engine.symbols import find
+from tests.unit.engine.toy import ROOT
 
 BASE = '''
 import functools
