@@ -87,6 +87,11 @@ struct fp16_t {
     return v;
   }
 };
-__device__ __forceinline__ float add_rn(float a, float b) { return __fadd_rn(a, b); }
+// In PTX, because cupy compiles with -ftz=true, which would flush subnormal sums.
+__device__ __forceinline__ float add_rn(float a, float b) {
+  float c;
+  asm("add.rn.f32 %0,%1,%2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
 __device__ __forceinline__ float bits_to_float(u32 v) { return __uint_as_float(v); }
 __device__ __forceinline__ u32 float_to_bits(float v) { return __float_as_uint(v); }
