@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 
 from ..comm.errors import ArgumentError, SettingsError
 
 __all__ = ["app", "main"]
+
+# Older typers raise click's exceptions, newer ones those of a click of their own: the one typer itself uses.
+_CLICK_ERROR: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 app = typer.Typer(
     add_completion=False,
@@ -138,19 +140,19 @@ def main() -> None:
         code = app(standalone_mode=False, prog_name="python -m dsv41_dist")
     except (ArgumentError, SettingsError) as error:
         text = str(error)
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message())
-        raise SystemExit(2) from None
-    except click.ClickException as error:
+    except _CLICK_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message())
+            raise SystemExit(2) from None
         text = error.format_message().replace("\n", " ")
-    except click.exceptions.Exit as error:
+    except typer.Exit as error:
         raise SystemExit(error.exit_code) from None
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     else:
         raise SystemExit(code or 0)
     rank = next((os.environ[n] for n in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if n in os.environ), "0")
-    if rank == "0":
+    if not rank.isdigit() or rank == "0":
         print(f"error: {text}", file=sys.stderr)
     raise SystemExit(2)

@@ -57,7 +57,7 @@ def choose_place(ranks: int | None, env: Mapping[str, str] | None = None) -> Pla
         place = Place(launcher, _number(env, "RANK"), _number(env, "WORLD_SIZE"))
     if ranks is not None:
         raise ArgumentError(f"--ranks {ranks}: {launcher} has started {place.size} ranks already; leave --ranks out")
-    if mpi and importlib.util.find_spec("mpi4py") is None:
+    if mpi and not _importable("mpi4py"):
         raise ArgumentError(
             f"{mpi}={env[mpi]!r}: started by mpirun, but mpi4py is missing: pip install 'dsv41-dist[mpi]'"
         )
@@ -175,6 +175,13 @@ def _torch_environment_from_mpi() -> None:
             address = ("127.0.0.1" if one_host else socket.getfqdn(), str(probe.getsockname()[1]))
     host, port = world.bcast(address, 0)
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, RANK=str(world.Get_rank()), WORLD_SIZE=str(world.Get_size()))
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _ending(exitcode: int | None, timeout_s: float) -> str:

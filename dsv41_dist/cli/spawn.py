@@ -167,10 +167,22 @@ def run_ranks(
         return ranks.wait(timeout_s, fail_fast_s=fail_fast_s)
 
 
+def _let_the_fork_server_see_the_starter_die() -> None:
+    """No orphans: the fork server ends when the last holder of a pipe's write end is gone, and its children with it by
+    PR_SET_PDEATHSIG (a stopped one too). multiprocessing hands that write end to every child as well; given up here.
+    """
+    from multiprocessing import forkserver
+
+    alive = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_alive_fd", None)
+    if alive is not None:
+        with contextlib.suppress(OSError):
+            os.close(alive)
+
+
 def _child(
     pipe: Any, variables: dict[str, str], target: Callable[..., Any], rank: int, size: int, args: tuple[Any, ...]
 ) -> None:
-    # The fork server dies with the starter, and its children with it: no orphans.
+    _let_the_fork_server_see_the_starter_die()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for name in [n for n in os.environ if n.startswith(("DSV41_", "SPARK_"))]:
         del os.environ[name]

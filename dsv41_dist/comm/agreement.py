@@ -64,7 +64,7 @@ class Agreement:
             Identity("same_everywhere", label), INVALID if reason else 0, said=text, reason=reason, arbiter=True
         )
         if not same:
-            raise DisagreementError(label, dict(enumerate(self._control.gather_text(text))))
+            raise DisagreementError(label, self._control.answers(text))
         if value is None or (isinstance(value, (str, list, tuple, dict)) and not value):
             said: dict[int, Any] = dict.fromkeys(range(self._watch.ranks.size), text)
             raise DisagreementError(label, said, "every rank says nothing, which is no agreement,")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .errors import DisagreementError, MismatchError
+from .errors import DisagreementError, MismatchError, RankTimeout, TransportError
 from .ranks import Ranks
 from .transports.base import Transport
 from .watch import Watch
@@ -67,10 +67,8 @@ class Control:
         if low[0] != -low[1]:
             self._raise_mismatch(identity, seq)
         if low[4] == INVALID:
-            texts = self.gather_text(reason)
-            raise DisagreementError(
-                identity.label, {rank: text for rank, text in enumerate(texts) if text}, "a rank could not vote"
-            )
+            reasons = {rank: text for rank, text in self.answers(reason).items() if text}
+            raise DisagreementError(identity.label, reasons, "a rank could not vote")
         return low[4], low[2] == -low[3]
 
     def gather_text(self, text: str) -> list[str]:
@@ -86,6 +84,16 @@ class Control:
         received = torch.zeros((self._ranks.size, longest), dtype=torch.uint8)
         self._carrier.all_gather_rows(send, received)
         return [bytes(received[r, : int(lengths[r])].tolist()).decode() for r in range(self._ranks.size)]
+
+    def answers(self, text: str) -> dict[int, str]:
+        """What every rank said, for an error that all ranks are about to raise.
+
+        A rank that is lost now cannot change the outcome of the vote before: what is known without it must do.
+        """
+        try:
+            return dict(enumerate(self.gather_text(text)))
+        except (RankTimeout, TransportError):
+            return {self._ranks.rank: text}
 
     def _reduce_min(self, mine: torch.Tensor, arbiter: bool) -> list[int]:
         if not arbiter:
@@ -109,17 +117,14 @@ class Control:
         return json.loads(settled)
 
     def _raise_mismatch(self, identity: Identity, seq: int) -> None:
-        said = [json.loads(text) for text in self.gather_text(json.dumps(identity.describe(seq)))]
+        calls = self.answers(json.dumps(identity.describe(seq)))
+        said = {rank: json.loads(text) for rank, text in calls.items()}
         # Ranks that lost count (a skipped call) agree on it again: the group goes on after a refusal.
-        self._watch.seq = max(int(call["seq"]) for call in said)
-        names = sorted({name for call in said for name in call})
-        differing = [name for name in names if len({call.get(name) for call in said}) > 1]
-        answers = {rank: _call_text(call) for rank, call in enumerate(said)}
-        raise MismatchError(
-            identity.label if "label" not in differing else "/".join(sorted({c["label"] for c in said})),
-            answers,
-            differing,
-        )
+        self._watch.seq = max(int(call["seq"]) for call in said.values())
+        names = sorted({name for call in said.values() for name in call})
+        differing = [name for name in names if len({call.get(name) for call in said.values()}) > 1]
+        label = "/".join(sorted({call["label"] for call in said.values()}))
+        raise MismatchError(label, {rank: _call_text(call) for rank, call in said.items()}, differing)
 
 
 def _call_text(call: dict[str, Any]) -> str:

@@ -28,7 +28,16 @@ def main():
     os.environ.setdefault("DSV41_COMM_TIMEOUT_S", "20")
     place = choose_place(None)
     # Examples must be the same on every rank, and so must their order: no cache, no random seeds of a rank's own.
-    arguments = [str(Path(__file__).parent / "spmd"), "-x", "-q", "-rf", "--color=no", "-p", "no:cacheprovider", *sys.argv[1:]]
+    arguments = [
+        str(Path(__file__).parent / "spmd"),
+        "-x",
+        "-q",
+        "-rf",
+        "--color=no",
+        "-p",
+        "no:cacheprovider",
+        *sys.argv[1:],
+    ]
     plugins = []
     if place.rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the life of the process)
