@@ -41,7 +41,7 @@ class Group:
             refuse_group(label, error)
         lines = differences(said)
         if lines:
-            refuse(f"the ranks of the TP group do not agree at {label}:\n" + "\n".join(lines) + "\n", _TODO)
+            refuse(f"the ranks of the TP group do not agree at {label}:\n" + "\n".join(lines), _TODO)
 
     def close(self) -> None:
         self._communicator.close()

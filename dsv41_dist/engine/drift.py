@@ -7,9 +7,11 @@ for each logical line: enough to show what changed without storing the engine's 
 from __future__ import annotations
 
 import difflib
+import gc
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +62,8 @@ def check(
     if known is None:
         text = f"release {tree.version} is not among {', '.join(known_releases())}"
         return [Finding(target, "unknown release", text) for target in targets]
-    found = _symbols(tree, targets)
+    with _no_collection():
+        found = _symbols(tree, targets)
     return [_one(target, found.get(target.key), known.get(target.key), tree, reference) for target in targets]
 
 
@@ -68,6 +71,18 @@ def digest(findings: Sequence[Finding]) -> str:
     """16 hex digits over the fingerprints found: equal on two ranks only if all these symbols are."""
     facts = sorted((f.target.key, f.fingerprint or f.status) for f in findings)
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Parsing allocates much and leaves nothing; a full collection of the engine's heap would cost more than it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _symbols(tree: EngineTree, targets: Iterable[Target]) -> dict[str, Symbol]:

@@ -36,7 +36,8 @@ def latched() -> str | None:
 
 def refuse(what: str, todo: str) -> NoReturn:
     """End this process: `what` is wrong, `todo` says what to do. The first refusal of a process is the one it keeps."""
-    paragraph = f"dsv41_dist refuses to go on: {what.rstrip('.')}. {todo}"
+    what = what.rstrip(". \n")
+    paragraph = f"dsv41_dist refuses to go on: {what}" + ("\n" if "\n" in what else ". ") + todo
     with _lock:
         if not _first:
             _first.append(paragraph)
