@@ -21,7 +21,7 @@ from dsv41_dist.comm import reference
 from dsv41_dist.kernels import peer as kernels
 from dsv41_dist.kernels.peer_plan import Plan, bulk_plan, fits, small_plan
 
-SIZES = [1 << 10, 8 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10]
+SIZES = [1 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10]
 SIZES += [1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 64 << 20]
 
 
@@ -29,16 +29,21 @@ def candidates(op: str, world: int, nbytes: int, chunks: int) -> Iterator[Plan]:
     if nbytes <= 128 << 10:
         for blocks, block in ((128, 128), (128, 256), (128, 512), (32, 512), (64, 1024), (128, 1024)):
             yield small_plan("packet", nbytes, blocks, block)
-    if nbytes <= 2 << 20:
+    if nbytes <= 8 << 20:
         for blocks, block in ((128, 128), (128, 256), (128, 512), (32, 512), (64, 1024), (128, 1024)):
             yield small_plan("line", nbytes, blocks, block)
-    if nbytes >= 128 << 10:
+    if 64 << 10 <= nbytes <= 8 << 20:
+        for blocks, block, senders in itertools.product((64, 128, 256), (256, 512, 1024), (0.25, 0.4, 0.5)):
+            if blocks * block <= 128 << 10:
+                yield small_plan("line", nbytes, blocks, block, int(blocks * senders))
+    if nbytes >= 256 << 10:
         large = nbytes >= 8 << 20
-        shots = (False, True) if op == "all_reduce" and world > 2 else (False,)
-        chunk_sizes = (16, 32, 64, 128) if large else (4, 8, 16, 32)
-        grids = ((132, 1024), (264, 512), (528, 256))
+        shots = (False, True) if op == "all_reduce" and (world > 2 or large) else (False,)
+        chunk_sizes = (16, 32, 64, 128) if large else (8, 16, 32)
+        grids = ((132, 1024), (128, 512), (264, 512), (256, 256), (528, 256))
         shares = (0.35, 0.5, 0.65) if large else (0.5,)
-        for two, push, chunk, (blocks, block), share in itertools.product(shots, (0, 1), chunk_sizes, grids, shares):
+        pushes = (1, 0) if nbytes in (1 << 20, 16 << 20) else (1,)
+        for two, push, chunk, (blocks, block), share in itertools.product(shots, pushes, chunk_sizes, grids, shares):
             yield bulk_plan(
                 op, world, nbytes, chunk << 10, blocks, chunks, push=bool(push), two_shot=two, block=block, share=share
             )
@@ -51,7 +56,12 @@ def main() -> None:
     group, layout = peer._group, peer.layout
     world, rank = ranks.size, ranks.rank
     began, results = time.monotonic(), []
-    jobs = [(op, n) for n in SIZES for op in ("all_gather", "all_reduce")]
+    jobs = [
+        (op, n)
+        for n in SIZES
+        for op in ("all_gather", "all_reduce", "reduce_scatter")
+        if n >= 1 << 20 or op != "reduce_scatter"
+    ]
     for at, (op, nbytes) in enumerate(jobs):
         shards = []
         for r in range(world):
@@ -59,6 +69,8 @@ def main() -> None:
             shards.append(torch.randn(nbytes // 2, device="cuda", dtype=torch.bfloat16))
         x = shards[rank].clone()
         want = reference.all_gather(shards) if op == "all_gather" else reference.all_reduce(shards)
+        if op == "reduce_scatter":
+            want = want.chunk(world)[rank].clone()
         out = torch.empty_like(want)
         columns = kernels.Columns.equal(x.shape, 0, 2, world)
         plans = list(dict.fromkeys(candidates(op, world, nbytes, layout.chunks)))
@@ -74,14 +86,14 @@ def main() -> None:
             if op == "all_gather":
                 call = partial(kernels.copy_columns, group, x, out, columns, plan, 5.0)
             else:
-                call = partial(kernels.sum_parts, group, x, out, plan, 5.0)
+                call = partial(kernels.sum_parts, group, x, out, plan, 5.0, scatter=op == "reduce_scatter")
             out.fill_(7)
             graph = capture(call)
-            times, _ = slowest(replay_times(graph, 7))
+            times, _ = slowest(replay_times(graph, 9))
             torch.cuda.synchronize()
             peer.check()
             wrong = agree_wrong(wrong_bytes(out, want))
-            results.append({"op": op, "bytes": nbytes, "us": sorted(times)[3], "wrong": wrong, **asdict(plan)})
+            results.append({"op": op, "bytes": nbytes, "us": sorted(times)[4], "wrong": wrong, **asdict(plan)})
         if rank == 0:
             best = sorted((r for r in results if r["op"] == op and r["bytes"] == nbytes), key=lambda r: r["us"])
             bad = sum(r["wrong"] > 0 for r in best)

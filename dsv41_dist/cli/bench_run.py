@@ -70,10 +70,7 @@ def _run_case(comm: Any, plan: BenchPlan, case: Case) -> dict[str, Any] | None:
 
     operation = OPERATIONS[case.op]
     ready = operation.ready(comm, case)
-    wrong = ready.wrong() if plan.check else 0
-    times = time_calls(comm, ready.call, plan.iterations, plan.warmup, plan.graphs)
-    if plan.check:
-        wrong += ready.wrong()
+    times, wrong = time_calls(comm, ready, plan.iterations, plan.warmup, plan.graphs, bool(plan.check))
     said = comm.agreement.gather({"times": [round(t, 3) for t in times], "wrong": wrong}, label="bench:times")
     if comm.ranks.rank != 0:
         return None

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,6 +48,7 @@ def environment(world_size: int, launcher: str, device: str, settings: CommSetti
         "launcher": launcher,
         "device": device,
         "commit": _commit(),
+        "code": _code_digest(),
         "settings_digest": settings_digest(settings),
         "nccl_environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
     }
@@ -55,7 +57,8 @@ def environment(world_size: int, launcher: str, device: str, settings: CommSetti
         block["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         block["versions"]["driver"] = _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         block["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        block["gpu_links"] = _ask("nvidia-smi", "topo", "-m", lines=None)
+        links = _ask("nvidia-smi", "topo", "-m", lines=None) or ""
+        block["gpu_links"] = re.sub(r"\x1b\[\d*m", "", links).split("\n\nLegend")[0].splitlines()
         block["gpu_clocks"] = _ask(
             "nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader", lines=None
         )

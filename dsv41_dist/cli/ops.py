@@ -6,7 +6,7 @@ input of a rank), and busbw = algbw * factor makes the rate comparable to that o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +65,18 @@ class Case:
 
 @dataclass
 class Ready:
-    """A case made ready on one rank: `call` runs it once, `wrong` runs it once more and counts wrong elements."""
+    """A case made ready on one rank: `call` runs it, `reset` wipes its result, `verify` counts wrong elements of the
+    last result. They are apart so that the result of a graph replay is checked like that of a call."""
 
     call: Callable[[], Any]
-    wrong: Callable[[], int]
+    reset: Callable[[], Any]
+    verify: Callable[[], int]
+
+    def wrong(self) -> int:
+        """Run it once on a wiped result and count wrong elements."""
+        self.reset()
+        self.call()
+        return self.verify()
 
 
 @dataclass(frozen=True)
@@ -142,70 +150,63 @@ def _sum(comm: Communicator, case: Case, first_row: int = 0) -> torch.Tensor:
 def _all_reduce(comm: Communicator, case: Case) -> Ready:
     x = _summed(comm, case, case.rows)
     out = torch.empty_like(x)
-
-    def wrong() -> int:
-        out.zero_()
-        return wrong_elements(comm.all_reduce(x, case.redop, out=out, label="bench"), _sum(comm, case))
-
-    return Ready(lambda: comm.all_reduce(x, case.redop, out=out, label="bench"), wrong)
+    return Ready(
+        lambda: comm.all_reduce(x, case.redop, out=out, label="bench"),
+        lambda: _wipe(out),
+        lambda: wrong_elements(out, _sum(comm, case)),
+    )
 
 
 def gather_ready(comm: Communicator, case: Case, dim: int = 0) -> Ready:
     x = _copied(comm, case, comm.ranks.rank)
-    out = comm.all_gather(x, dim, label="bench")
-
-    def wrong() -> int:
-        out.view(torch.uint8).zero_()
-        got = comm.all_gather(x, dim, out=out, label="bench")
-        parts = [_copied(comm, case, rank) for rank in range(case.world)]
-        return _wrong_bytes(got, parts, dim)
-
-    return Ready(lambda: comm.all_gather(x, dim, out=out, label="bench"), wrong)
+    shape = [case.rows, case.columns]
+    shape[dim] *= case.world
+    out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    return Ready(
+        lambda: comm.all_gather(x, dim, out=out, label="bench"),
+        lambda: _wipe(out),
+        lambda: _wrong_bytes(out, (_copied(comm, case, rank) for rank in range(case.world)), dim),
+    )
 
 
 def _all_gather_columns(comm: Communicator, case: Case) -> Ready:
     split = TileSplit(case.columns, TILE, case.world)
     x = _copied(comm, case, comm.ranks.rank, split.size(comm.ranks.rank))
-    out = comm.all_gather_columns(x, split, label="bench")
-
-    def wrong() -> int:
-        out.view(torch.uint8).zero_()
-        got = comm.all_gather_columns(x, split, out=out, label="bench")
-        return _wrong_bytes(got, [_copied(comm, case, r, split.size(r)) for r in range(case.world)], -1)
-
-    return Ready(lambda: comm.all_gather_columns(x, split, out=out, label="bench"), wrong)
+    out = torch.empty((case.rows, case.columns), dtype=x.dtype, device=x.device)
+    return Ready(
+        lambda: comm.all_gather_columns(x, split, out=out, label="bench"),
+        lambda: _wipe(out),
+        lambda: _wrong_bytes(out, (_copied(comm, case, r, split.size(r)) for r in range(case.world)), -1),
+    )
 
 
 def _reduce_scatter(comm: Communicator, case: Case) -> Ready:
     x = _summed(comm, case, case.rows * case.world)
     out = torch.empty((case.rows, case.columns), dtype=x.dtype, device=x.device)
-
-    def wrong() -> int:
-        out.zero_()
-        got = comm.reduce_scatter(x, case.redop, out=out, label="bench")
-        return wrong_elements(got, _sum(comm, case, comm.ranks.rank * case.rows))
-
-    return Ready(lambda: comm.reduce_scatter(x, case.redop, out=out, label="bench"), wrong)
+    return Ready(
+        lambda: comm.reduce_scatter(x, case.redop, out=out, label="bench"),
+        lambda: _wipe(out),
+        lambda: wrong_elements(out, _sum(comm, case, comm.ranks.rank * case.rows)),
+    )
 
 
 def _broadcast(comm: Communicator, case: Case) -> Ready:
     x = _copied(comm, case, comm.ranks.rank)
-
-    def wrong() -> int:
-        x.copy_(_copied(comm, case, comm.ranks.rank))
-        return wrong_elements(comm.broadcast(x, 0, label="bench"), _copied(comm, case, 0))
-
-    return Ready(lambda: comm.broadcast(x, 0, label="bench"), wrong)
+    return Ready(
+        lambda: comm.broadcast(x, 0, label="bench"),
+        lambda: x.copy_(_copied(comm, case, comm.ranks.rank)),
+        lambda: wrong_elements(x, _copied(comm, case, 0)),
+    )
 
 
 def _agree(comm: Communicator, case: Case) -> Ready:
-    def wrong() -> int:
+    def verify() -> int:
         yes = comm.agreement.agree(True, label="bench")
         no = comm.agreement.agree(comm.ranks.rank != comm.ranks.size - 1, label="bench")
         low = comm.agreement.agree_min(7 + comm.ranks.rank, label="bench")
         return int(not yes) + int(no) + int(low != 7)
 
-    return Ready(lambda: comm.agreement.agree(True, label="bench"), wrong)
+    return Ready(lambda: comm.agreement.agree(True, label="bench"), lambda: None, verify)
 
 
 def row_work(x: torch.Tensor) -> torch.Tensor:
@@ -216,24 +217,29 @@ def row_work(x: torch.Tensor) -> torch.Tensor:
 
 def _seqpar(comm: Communicator, case: Case) -> Ready:
     x = _summed(comm, case, case.rows)
-
-    def call() -> torch.Tensor:
-        mine = row_work(comm.reduce_scatter(x, label="bench"))
-        return comm.all_gather(mine, label="bench")
-
-    return Ready(call, lambda: wrong_elements(call(), row_work(_sum(comm, case))))
+    out = torch.empty_like(x)
+    return Ready(
+        lambda: comm.all_gather(row_work(comm.reduce_scatter(x, label="bench")), out=out, label="bench"),
+        lambda: _wipe(out),
+        lambda: wrong_elements(out, row_work(_sum(comm, case))),
+    )
 
 
 def _seqpar_reference(comm: Communicator, case: Case) -> Ready:
     x = _summed(comm, case, case.rows)
+    out = torch.empty_like(x)
+    return Ready(
+        lambda: out.copy_(row_work(comm.all_reduce(x, label="bench"))),
+        lambda: _wipe(out),
+        lambda: wrong_elements(out, row_work(_sum(comm, case))),
+    )
 
-    def call() -> torch.Tensor:
-        return row_work(comm.all_reduce(x, label="bench"))
 
-    return Ready(call, lambda: wrong_elements(call(), row_work(_sum(comm, case))))
+def _wipe(out: torch.Tensor) -> None:
+    out.view(torch.uint8).zero_()
 
 
-def _wrong_bytes(got: torch.Tensor, parts: list[torch.Tensor], dim: int) -> int:
+def _wrong_bytes(got: torch.Tensor, parts: Iterable[torch.Tensor], dim: int) -> int:
     """Compare a gather with its parts where they must lie."""
     at, wrong = 0, 0
     for part in parts:

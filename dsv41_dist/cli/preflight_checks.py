@@ -53,8 +53,7 @@ def collectives_check(context: Context) -> Result:
         if ready is None:
             result.rows.append([what, op, shape, "-", "-", "-", route])
             continue
-        wrong = ready.wrong()
-        times = time_calls(comm, ready.call, iterations, 2, 0)
+        times, wrong = time_calls(comm, ready, iterations, 2, 0)
         said = comm.agreement.gather({"times": times, "wrong": wrong}, label="preflight:times")
         summary = summarise([entry["times"] for entry in said])
         wrong = sum(entry["wrong"] for entry in said)

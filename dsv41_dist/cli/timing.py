@@ -11,18 +11,34 @@ from typing import Any
 import torch
 
 from ..comm import Communicator
+from .ops import Ready
 
 __all__ = ["summarise", "time_calls"]
 
 
-def time_calls(comm: Communicator, call: Callable[[], Any], iterations: int, warmup: int, graphs: int) -> list[float]:
-    """This rank's time of each iteration in microseconds.
+def time_calls(
+    comm: Communicator, ready: Ready, iterations: int, warmup: int, graphs: int, check: bool = True
+) -> tuple[list[float], int]:
+    """This rank's time of each iteration in microseconds, and the wrong elements of a run before and of one after them
+    (with `graphs` the one after is a replay); 0 without `check`.
 
     CPU: wall clock around each call. GPU: CUDA events around each call; with `graphs` K, `iterations` calls are
     captured into one CUDA graph that is replayed K times, and a time is that of a replay over the calls in it.
     """
+    wrong = ready.wrong() if check else 0
     for _ in range(warmup):
-        call()
+        ready.call()
+    times, again = _timed(comm, ready.call, iterations, graphs)
+    if check:
+        ready.reset()
+        again()
+        wrong += ready.verify()
+    return times, wrong
+
+
+def _timed(
+    comm: Communicator, call: Callable[[], Any], iterations: int, graphs: int
+) -> tuple[list[float], Callable[[], Any]]:
     if comm.ranks.device.type != "cuda":
         comm.barrier(label="bench:start")
         times: list[float] = []
@@ -30,7 +46,7 @@ def time_calls(comm: Communicator, call: Callable[[], Any], iterations: int, war
             start = time.perf_counter()
             call()
             times.append((time.perf_counter() - start) * 1e6)
-        return times
+        return times, call
     if graphs:
         return _time_graph(comm, call, iterations, graphs)
     comm.synchronize(label="bench:warm")
@@ -41,10 +57,12 @@ def time_calls(comm: Communicator, call: Callable[[], Any], iterations: int, war
         call()
         mark.record()
     comm.synchronize(label="bench:end")
-    return [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks)]
+    return [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks)], call
 
 
-def _time_graph(comm: Communicator, call: Callable[[], Any], iterations: int, graphs: int) -> list[float]:
+def _time_graph(
+    comm: Communicator, call: Callable[[], Any], iterations: int, graphs: int
+) -> tuple[list[float], Callable[[], Any]]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -68,7 +86,7 @@ def _time_graph(comm: Communicator, call: Callable[[], Any], iterations: int, gr
         end.record()
         comm.synchronize(label="bench:replay")
         times.append(start.elapsed_time(end) * 1e3 / iterations)
-    return times
+    return times, graph.replay
 
 
 def summarise(by_rank: Sequence[Sequence[float]]) -> dict[str, float | int]:

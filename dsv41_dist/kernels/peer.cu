@@ -36,7 +36,9 @@ struct Args {
   u32 own;            // copy: whether the own shard has to be copied to out as well
   u32 scatter;        // sum: 0 everything to everyone, 1 each rank its part, 2 its part and then the sums to everyone
   u32 chunk, chunks, push;  // bulk: bytes of a chunk, flags there are for a sender; 1 senders write to peers, 0 receivers read
-  u32 blocks[3];      // bulk: blocks that send, that reduce, that collect; in this order, so that no sender waits for a place
+  // Blocks that send, that reduce, that collect, in this order, so that no sender waits for a place. Packet and line:
+  // blocks that only send (0: every block does both).
+  u32 blocks[3];
 };
 
 #define FLAG_BYTES 32
@@ -163,8 +165,8 @@ __device__ __forceinline__ u32 words_of(u32 bytes) { return bytes ? (bytes + 7) 
 
 struct Packet {
   static constexpr int words = 1;
-  static __device__ __forceinline__ u32 first() { return blockIdx.x * blockDim.x + threadIdx.x; }
-  static __device__ __forceinline__ u32 step() { return gridDim.x * blockDim.x; }
+  static __device__ __forceinline__ u32 first(u32 block) { return block * blockDim.x + threadIdx.x; }
+  static __device__ __forceinline__ u32 step(u32 blocks) { return blocks * blockDim.x; }
   static __device__ __forceinline__ u32 items(u32 bytes) { return words_of(bytes); }
   static __device__ __forceinline__ bool more(u32 item, u32 items) { return item < items; }
   static __device__ __forceinline__ u32 word(u32 item, int) { return item; }
@@ -187,8 +189,8 @@ struct Packet {
 struct Line {
   static constexpr int words = 2;
   static __device__ __forceinline__ u32 lane() { return threadIdx.x & 31; }
-  static __device__ __forceinline__ u32 first() { return (blockIdx.x * blockDim.x + threadIdx.x) / 8; }
-  static __device__ __forceinline__ u32 step() { return gridDim.x * blockDim.x / 8; }
+  static __device__ __forceinline__ u32 first(u32 block) { return (block * blockDim.x + threadIdx.x) / 8; }
+  static __device__ __forceinline__ u32 step(u32 blocks) { return blocks * blockDim.x / 8; }
   static __device__ __forceinline__ u32 items(u32 bytes) { return (words_of(bytes) + 14) / 15; }
   static __device__ __forceinline__ bool more(u32 item, u32 items) { return (item & ~3u) < items; }
   static __device__ __forceinline__ u32 word(u32 item, int k) { return item * 15 + (lane() & 7) * 2 + k; }
@@ -211,6 +213,22 @@ struct Line {
   static __device__ __forceinline__ bool any(bool v) { return warp_any(v); }
 };
 
+// Which items a block sends and receives: all blocks do both, or the first blocks[0] send and the others receive, which
+// overlaps the two where a thread has many items. Blocks wait, so all of a grid must be on the GPU together.
+struct Share {
+  u32 sender, senders, receiver, receivers;
+  bool sends, receives;
+  __device__ __forceinline__ Share(const Args& a) {
+    u32 split = a.blocks[0];
+    sends = split == 0 || blockIdx.x < split;
+    receives = split == 0 || !sends;
+    sender = blockIdx.x;
+    receiver = blockIdx.x - split;
+    senders = split ? split : gridDim.x;
+    receivers = gridDim.x - split;
+  }
+};
+
 // A line's neighbours in the warp may lie past the end of the shard: areas have four lines to spare at each sender's end.
 template <class P>
 __device__ __forceinline__ u64 cell(const Args& a, int owner, int sender, u64 seq, u32 item) {
@@ -218,13 +236,13 @@ __device__ __forceinline__ u64 cell(const Args& a, int owner, int sender, u64 se
 }
 
 template <class P>
-__device__ __forceinline__ bool receive(const Args& a, Run& run, u32 item, const u32* items, uint4* v) {
+__device__ __forceinline__ bool receive(const Args& a, Run& run, u32 item, const u32* items, u32 from, uint4* v) {
   while (true) {
     u32 missing = 0;
 #pragma unroll
-    PEERS if (s != (int)a.rank) v[s] = P::look(cell<P>(a, a.rank, s, run.seq, item));
+    PEERS if ((from >> s) & 1) v[s] = P::look(cell<P>(a, a.rank, s, run.seq, item));
 #pragma unroll
-    PEERS if (s != (int)a.rank && !P::there(v[s], run.seq) && item < items[s]) missing |= 1u << s;
+    PEERS if (((from >> s) & 1) && !P::there(v[s], run.seq) && item < items[s]) missing |= 1u << s;
     if (!P::any(missing != 0)) return true;
     if (P::any(expired(a, run, missing))) return false;
   }
@@ -233,6 +251,8 @@ __device__ __forceinline__ bool receive(const Args& a, Run& run, u32 item, const
 template <class P>
 __device__ __forceinline__ void copy_small(const Args& a) {
   Run run = begin(a);
+  const Share share(a);
+  const u32 others = ((1u << WORLD) - 1) & ~(1u << a.rank);
   u32 items[WORLD], most = 0, mine = shard_bytes(a, a.rank);
 #pragma unroll
   PEERS {
@@ -241,7 +261,7 @@ __device__ __forceinline__ void copy_small(const Args& a) {
   }
   u32 count = P::items(mine);
   // The input is loaded before the sequence and the reports are looked at: the three reads are under way together.
-  for (u32 i = P::first(); P::more(i, count); i += P::step()) {
+  for (u32 i = P::first(share.sender); share.sends && P::more(i, count); i += P::step(share.senders)) {
     uint2 d[P::words];
 #pragma unroll
     for (int k = 0; k < P::words; k++) d[k] = P::carries(k) ? load<uint2>(a.x, P::word(i, k) * 8, mine, a.unit_x) : make_uint2(0, 0);
@@ -259,9 +279,9 @@ __device__ __forceinline__ void copy_small(const Args& a) {
   }
   count_call(a, run);
   run.dead = P::any(run.dead);
-  for (u32 i = P::first(); P::more(i, most) && !run.dead; i += P::step()) {
+  for (u32 i = P::first(share.receiver); share.receives && P::more(i, most) && !run.dead; i += P::step(share.receivers)) {
     uint4 v[WORLD];
-    if (!receive<P>(a, run, i, items, v)) break;
+    if (!receive<P>(a, run, i, items, others, v)) break;
 #pragma unroll
     PEERS if (s != (int)a.rank) {
       uint2 d[P::words];
@@ -300,21 +320,27 @@ __device__ __forceinline__ u32 sum_lane(Get get) {
 template <class P, class T>
 __device__ __forceinline__ void sum_small(const Args& a) {
   Run run = begin(a);
+  const Share share(a);
   u32 size = a.scatter ? a.part : a.bytes, count = P::items(size);
   u64 mine = a.x + (a.scatter ? (u64)a.rank * a.part : 0);
+  // In place, out is x. Where other blocks receive than send, a rank sends to itself too: a sum is written over x only
+  // when that part of x has been sent.
+  const bool to_self = a.blocks[0] != 0;
+  const u32 from_all = (1u << WORLD) - 1, from = to_self ? from_all : from_all & ~(1u << a.rank);
   u32 items[WORLD];
 #pragma unroll
   PEERS items[s] = count;
-  for (u32 i = P::first(); P::more(i, count); i += P::step()) {
+  for (u32 i = P::first(share.sender); share.sends && P::more(i, count); i += P::step(share.senders)) {
     uint2 d[P::words];
     uint4 v = make_uint4(0, 0, 0, 0);
 #pragma unroll
-    for (int k = 1; k < WORLD; k++) {
+    for (int k = 1; k <= WORLD; k++) {
+      if (k == WORLD && !to_self) break;
       int p = (a.rank + k) % WORLD;
       if (k == 1 || a.scatter) {
-        u64 from = a.scatter ? a.x + (u64)p * a.part : a.x;
+        u64 part = a.scatter ? a.x + (u64)p * a.part : a.x;
 #pragma unroll
-        for (int j = 0; j < P::words; j++) d[j] = P::carries(j) ? load<uint2>(from, P::word(i, j) * 8, size, a.unit_x) : make_uint2(0, 0);
+        for (int j = 0; j < P::words; j++) d[j] = P::carries(j) ? load<uint2>(part, P::word(i, j) * 8, size, a.unit_x) : make_uint2(0, 0);
         if (P::any(run.dead)) break;
         v = P::pack(d, run.seq);
       }
@@ -323,19 +349,24 @@ __device__ __forceinline__ void sum_small(const Args& a) {
   }
   count_call(a, run);
   run.dead = P::any(run.dead);
-  for (u32 i = P::first(); P::more(i, count) && !run.dead; i += P::step()) {
+  for (u32 i = P::first(share.receiver); share.receives && P::more(i, count) && !run.dead; i += P::step(share.receivers)) {
     uint4 v[WORLD];
     uint2 own[P::words], d[WORLD][P::words];
 #pragma unroll
-    for (int j = 0; j < P::words; j++) own[j] = P::carries(j) ? load<uint2>(mine, P::word(i, j) * 8, size, a.unit_x) : make_uint2(0, 0);
-    if (!receive<P>(a, run, i, items, v)) break;
+    for (int j = 0; j < P::words; j++) own[j] = P::carries(j) && !to_self ? load<uint2>(mine, P::word(i, j) * 8, size, a.unit_x) : make_uint2(0, 0);
+    if (!receive<P>(a, run, i, items, from, v)) break;
 #pragma unroll
     PEERS P::unpack(v[s], d[s]);
 #pragma unroll
+    PEERS if (s == (int)a.rank && !to_self) {
+#pragma unroll
+      for (int j = 0; j < P::words; j++) d[s][j] = own[j];
+    }
+#pragma unroll
     for (int j = 0; j < P::words; j++) {
       uint2 r;
-      r.x = sum_lane<T>([&](int s) { return s == (int)a.rank ? own[j].x : d[s][j].x; });
-      r.y = sum_lane<T>([&](int s) { return s == (int)a.rank ? own[j].y : d[s][j].y; });
+      r.x = sum_lane<T>([&](int s) { return d[s][j].x; });
+      r.y = sum_lane<T>([&](int s) { return d[s][j].y; });
       if (P::carries(j)) store(a.out, P::word(i, j) * 8, size, a.unit_out, r);
     }
   }
@@ -369,13 +400,10 @@ __device__ __forceinline__ void stream(u32 from, u32 to, Load get, Store put) {
   }
 }
 
-// After block_sync: every thread's stores of the chunk come before the flag, for whoever acquires it.
+// Every thread's stores of the chunk come before the flag, for whoever acquires it: block_sync, then a release.
 __device__ __forceinline__ void raise(const Args& a, int shot, u32 chunk, u64 seq, u32 to) {
   block_sync();
-  if (threadIdx.x < WORLD && ((to >> threadIdx.x) & 1)) {
-    fence_system();
-    st_flag(flag(a, shot, threadIdx.x, a.rank, seq, chunk), seq);
-  }
+  if (threadIdx.x < WORLD && ((to >> threadIdx.x) & 1)) st_flag(flag(a, shot, threadIdx.x, a.rank, seq, chunk), seq);
 }
 
 // The whole block waits for a chunk of the ranks in `from`; false, for all its threads, when waiting is over.
@@ -432,6 +460,40 @@ __device__ __forceinline__ void copy_bulk_body(const Args& a) {
   }
 }
 
+// Sums of bytes from..to of this rank's part, for two shots, staged for the others as well.
+template <class T>
+__device__ __forceinline__ void stream_sums(const Args& a, const Run& run, u64 own, u64 out, u32 from, u32 to, u32 size,
+                                            u32 region, u32 parts) {
+  constexpr int depth = WORLD <= 4 ? 2 : 1;  // more would spill registers
+  const int me = a.rank, step = blockDim.x * 16;
+  for (u32 base = from + threadIdx.x * 16; base < to; base += depth * step) {
+    uint4 v[depth][WORLD];
+#pragma unroll
+    for (int k = 0; k < depth; k++) if (base + k * step < to) {
+#pragma unroll
+      PEERS v[k][s] = s == me ? load<uint4>(own, base + k * step, size, a.unit_x)
+                              : ld_bulk(staged(a, 0, s, me, run.seq, region, parts) + base + k * step);
+    }
+#pragma unroll
+    for (int k = 0; k < depth; k++) if (base + k * step < to) {
+      uint4 r;
+      r.x = sum_lane<T>([&](int s) { return v[k][s].x; });
+      r.y = sum_lane<T>([&](int s) { return v[k][s].y; });
+      r.z = sum_lane<T>([&](int s) { return v[k][s].z; });
+      r.w = sum_lane<T>([&](int s) { return v[k][s].w; });
+      u32 at = base + k * step;
+      store(out, at, size, a.unit_out, r);
+      if (a.scatter != 2) continue;
+      if (a.push) {
+#pragma unroll
+        for (int j = 1; j < WORLD; j++) st_bulk(staged(a, 1, me, (me + j) % WORLD, run.seq, region, 0) + at, r);
+      } else {
+        st_bulk(staged(a, 1, me, me, run.seq, region, 0) + at, r);
+      }
+    }
+  }
+}
+
 template <class T>
 __device__ __forceinline__ void sum_bulk_body(const Args& a) {
   Run run = begin(a);
@@ -472,26 +534,7 @@ __device__ __forceinline__ void sum_bulk_body(const Args& a) {
     const u64 own = a.x + part_at(me), out = a.out + (a.scatter == 2 ? part_at(me) : 0);
     for (u32 c = block; c < chunks_of(a, size); c += a.blocks[1]) {
       if (!await(a, run, 0, c, parts ? others : everyone)) return;
-      u32 from = c * a.chunk, to = low((c + 1) * a.chunk, size);
-      for (u32 at = from + threadIdx.x * 16; at < to; at += blockDim.x * 16) {
-        uint4 v[WORLD], r;
-#pragma unroll
-        PEERS v[s] = s == (int)me ? load<uint4>(own, at, size, a.unit_x)
-                                  : ld_bulk(staged(a, 0, s, me, run.seq, region, parts) + at);
-        r.x = sum_lane<T>([&](int s) { return v[s].x; });
-        r.y = sum_lane<T>([&](int s) { return v[s].y; });
-        r.z = sum_lane<T>([&](int s) { return v[s].z; });
-        r.w = sum_lane<T>([&](int s) { return v[s].w; });
-        store(out, at, size, a.unit_out, r);
-        if (a.scatter == 2) {
-          if (a.push) {
-#pragma unroll
-            for (int k = 1; k < WORLD; k++) st_bulk(staged(a, 1, me, (me + k) % WORLD, run.seq, region, 0) + at, r);
-          } else {
-            st_bulk(staged(a, 1, me, me, run.seq, region, 0) + at, r);
-          }
-        }
-      }
+      stream_sums<T>(a, run, own, out, c * a.chunk, low((c + 1) * a.chunk, size), size, region, parts);
       if (a.scatter == 2) raise(a, 1, c, run.seq, others);
     }
     return;

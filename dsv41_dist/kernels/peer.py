@@ -41,6 +41,7 @@ SUM_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32
 
 _CONTROL_BYTES = 1024  # 8 reports; per kind, from byte 128, a line with the sequence and the count of arrived blocks
 _FLAG_BYTES = 32
+_SHOTS = (1, 2)  # stage areas of the copy and of the sum kind
 _U64, _U32 = ctypes.c_uint64, ctypes.c_uint32
 
 
@@ -98,14 +99,14 @@ class Layout:
     Attributes:
         world: ranks, 2 to 8.
         packet_bytes, line_bytes: largest shard of the packet and line protocols.
-        bulk_bytes: bytes of one stage slot: the largest shard that receivers read from the sender's arena; a shard
-            that senders write to their peers may be bulk_bytes / world.
+        bulk_bytes: largest shard of the bulk protocol. A copy's stage slot holds one from every sender; a sum's first
+            holds two shards' bytes (the parts of one shard, in two shots), its second one.
         chunks: flags there are for one sender, so the most chunks a shard may be cut into.
     """
 
     world: int
     packet_bytes: int = 128 << 10
-    line_bytes: int = 2 << 20
+    line_bytes: int = 8 << 20
     bulk_bytes: int = 64 << 20
     chunks: int = 2048
 
@@ -131,15 +132,14 @@ class Layout:
     def flag_slot(self) -> int:
         return self.world * self.chunks * _FLAG_BYTES
 
-    @property
-    def stage_slot(self) -> int:
-        """A little more than bulk_bytes: each sender's region is rounded up to 16 bytes."""
-        return _round(self.bulk_bytes, 128) + 128 * self.world
+    def stage_slot(self, kind: int, shot: int) -> int:
+        """Bytes of one slot; a little more than what it is for, because senders' regions are rounded up to 16 bytes."""
+        shards = self.world if kind == 0 else 2 if shot == 0 else 1
+        return shards * _round(self.bulk_bytes, 128) + 128 * self.world
 
     def _kind_bytes(self, kind: int) -> int:
         small = 2 * self.world * (self.packet_source + self.line_source)
-        shots = 1 if kind == 0 else 2
-        return small + shots * 2 * (self.stage_slot + self.flag_slot)
+        return small + 2 * sum(self.stage_slot(kind, shot) + self.flag_slot for shot in range(_SHOTS[kind]))
 
     def packets(self, kind: int) -> int:
         """Offset of a kind's packet slots. The barrier's are a page behind everything else."""
@@ -151,11 +151,11 @@ class Layout:
         return self.packets(kind) + 2 * self.world * self.packet_source
 
     def stage(self, kind: int, shot: int) -> int:
-        return self.lines(kind) + 2 * self.world * self.line_source + shot * 2 * self.stage_slot
+        return self.lines(kind) + 2 * self.world * self.line_source + (2 * self.stage_slot(kind, 0) if shot else 0)
 
     def flags(self, kind: int, shot: int) -> int:
-        shots = 1 if kind == 0 else 2
-        return self.stage(kind, 0) + shots * 2 * self.stage_slot + shot * 2 * self.flag_slot
+        stages = 2 * sum(self.stage_slot(kind, earlier) for earlier in range(_SHOTS[kind]))
+        return self.stage(kind, 0) + stages + shot * 2 * self.flag_slot
 
     @property
     def nbytes(self) -> int:
@@ -208,14 +208,14 @@ class Group:
         args, layout = self.args, self.layout
         args.kind = kind
         args.timeout_ns = int(timeout_s * 1e9)
+        for role, blocks in enumerate(plan.roles):
+            args.blocks[role] = blocks
         if plan.protocol == "bulk":
             args.chunk, args.chunks, args.push = plan.chunk, layout.chunks, plan.push
             args.flag_slot = layout.flag_slot
-            for shot in (0, 1):
-                args.stage[shot], args.stage_slot[shot] = layout.stage(kind, shot), layout.stage_slot
+            for shot in range(_SHOTS[kind]):
+                args.stage[shot], args.stage_slot[shot] = layout.stage(kind, shot), layout.stage_slot(kind, shot)
                 args.flags[shot] = layout.flags(kind, shot)
-            for role, blocks in enumerate(plan.roles):
-                args.blocks[role] = blocks
         elif plan.protocol == "line":
             args.area, args.source = layout.lines(kind), layout.line_source
         else:

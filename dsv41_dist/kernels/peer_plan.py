@@ -18,7 +18,8 @@ class Plan:
         chunk: bytes of a bulk chunk, a multiple of 16.
         push: bulk senders write into their peers' arenas; otherwise receivers read from the senders'.
         two_shot: bulk sum in two shots.
-        roles: bulk blocks that send, that reduce, that collect; they add up to grid.
+        roles: bulk blocks that send, that reduce, that collect; they add up to grid. Packet and line: roles[0] blocks
+            that only send, while the rest only receive; 0: every block does both.
     """
 
     protocol: str
@@ -30,7 +31,7 @@ class Plan:
     roles: tuple[int, int, int] = (0, 0, 0)
 
 
-def small_plan(protocol: str, nbytes: int, blocks: int = 128, block: int = 512) -> Plan:
+def small_plan(protocol: str, nbytes: int, blocks: int = 128, block: int = 512, senders: int = 0) -> Plan:
     """A packet or line plan with about one item per thread, at most `blocks` blocks.
 
     All blocks must be on the GPU together (a waiting one keeps its place), so `blocks` stays under the number of
@@ -39,6 +40,8 @@ def small_plan(protocol: str, nbytes: int, blocks: int = 128, block: int = 512) 
     words = max(1, math.ceil(nbytes / 8))
     threads = words if protocol == "packet" else math.ceil(words / 15) * 8
     block = min(block, max(32, math.ceil(threads / 32) * 32))
+    if senders:
+        return Plan(protocol, blocks, block, roles=(senders, 0, blocks - senders))
     return Plan(protocol, min(blocks, math.ceil(threads / block)), block)
 
 
@@ -83,8 +86,9 @@ def fits(plan: Plan, op: str, world: int, nbytes: int, packet: int, line: int, s
         return size <= packet
     if plan.protocol == "line":
         return size <= line
-    scatter = plan.two_shot or op == "reduce_scatter"
-    return (nbytes * world if plan.push and not scatter else nbytes) <= stage
+    # One-shot sums that are pushed need room for every sender's shard, and a sum's stage has room for two.
+    one_shot = op == "all_reduce" and plan.push and not plan.two_shot
+    return (nbytes * world if one_shot else nbytes) <= (2 * stage if one_shot else stage)
 
 
 def choose(op: str, world: int, nbytes: int, *, lines: bool, stage: int, chunks: int) -> Plan:

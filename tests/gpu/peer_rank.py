@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from dsv41_dist.comm.settings import CommSettings
 from dsv41_dist.comm.transports.peer import PeerTransport
 from dsv41_dist.comm.watch import Watch
 from dsv41_dist.kernels import peer as kernels
-from dsv41_dist.kernels.peer_plan import Plan, bulk_plan, small_plan
+from dsv41_dist.kernels.peer_plan import Plan, bulk_plan, fits, small_plan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -72,11 +73,13 @@ def draw_plan(rng: random.Random, op: str, world: int, nbytes: int, layout: kern
     names = ["bulk"] + ["packet"] * (size <= layout.packet_bytes) + ["line"] * (lines and size <= layout.line_bytes)
     protocol = rng.choice(names)
     if protocol != "bulk":
-        return small_plan(protocol, size, rng.choice([1, 8, 32, 64]), rng.choice([64, 256, 1024]))
-    two = op == "all_reduce" and rng.random() < 0.6
-    push = rng.random() < 0.5 and nbytes * world <= layout.bulk_bytes
-    return bulk_plan(op, world, nbytes, rng.choice([1, 4, 16]) << 10, rng.choice([8, 64, 132]), layout.chunks,
+        blocks = rng.choice([2, 8, 32, 64])
+        return small_plan(protocol, size, blocks, rng.choice([64, 256, 1024]), senders=rng.choice([0, 1, blocks // 2]))
+    two, push = op == "all_reduce" and rng.random() < 0.6, rng.random() < 0.5
+    plan = bulk_plan(op, world, nbytes, rng.choice([1, 4, 16]) << 10, rng.choice([8, 64, 132]), layout.chunks,
                      push=push, two_shot=two, block=rng.choice([128, 512]))  # fmt: skip
+    room = (layout.packet_bytes, layout.line_bytes, layout.bulk_bytes)
+    return plan if fits(plan, op, world, nbytes, *room) else replace(plan, push=False)
 
 
 def one_sum(peer: PeerTransport, rng: random.Random, seed: int, most: int) -> None:

@@ -95,7 +95,6 @@ inline u64 now_ns() {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
-inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void poll_pause() { polls_in_vain++; yield(); }
 inline u32 add_and_wrap(u64 p, u32 last) { u32 old = *(u32*)p; *(u32*)p = old >= last ? 0 : old + 1; return old; }
 inline u32 or_word(u64 p, u32 v) { return __atomic_fetch_or((u32*)p, v, __ATOMIC_SEQ_CST); }

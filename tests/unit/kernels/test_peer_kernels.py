@@ -31,7 +31,7 @@ def same_bytes(a, b):
 def draw_plan(rng, op, world, nbytes):
     protocol = rng.choice(["packet", "line", "bulk"])
     if protocol != "bulk":
-        return small_plan(protocol, nbytes, blocks=2, block=64)
+        return small_plan(protocol, nbytes, blocks=2, block=64, senders=rng.randrange(2))
     two_shot = op == "all_reduce" and rng.random() < 0.5
     chunk, push = rng.choice([64, 256, 1024]), rng.random() < 0.5
     return bulk_plan(op, world, nbytes, chunk, 6, SMALL["chunks"], push=push, two_shot=two_shot, block=64)
@@ -231,7 +231,7 @@ def test_areas_do_not_overlap():
             areas.append((lay.packets(kind), 2 * world * lay.packet_source))
             areas.append((lay.lines(kind), 2 * world * lay.line_source))
             for shot in range(kind + 1):
-                areas.append((lay.stage(kind, shot), 2 * lay.stage_slot))
+                areas.append((lay.stage(kind, shot), 2 * lay.stage_slot(kind, shot)))
                 areas.append((lay.flags(kind, shot), 2 * lay.flag_slot))
         areas.append((lay.packets(2), 2 * world * 128))
         areas.sort()
