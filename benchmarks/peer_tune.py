@@ -26,16 +26,17 @@ SIZES += [1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 64 << 20]
 
 
 def candidates(op: str, world: int, nbytes: int, chunks: int) -> Iterator[Plan]:
-    if nbytes <= 128 << 10:
+    size = nbytes // world if op == "reduce_scatter" else nbytes
+    if size <= 128 << 10:
         for blocks, block in ((128, 128), (128, 256), (128, 512), (32, 512), (64, 1024), (128, 1024)):
-            yield small_plan("packet", nbytes, blocks, block)
-    if nbytes <= 8 << 20:
+            yield small_plan("packet", size, blocks, block)
+    if size <= 8 << 20:
         for blocks, block in ((128, 128), (128, 256), (128, 512), (32, 512), (64, 1024), (128, 1024)):
-            yield small_plan("line", nbytes, blocks, block)
-    if 64 << 10 <= nbytes <= 8 << 20:
+            yield small_plan("line", size, blocks, block)
+    if 64 << 10 <= size <= 8 << 20:
         for blocks, block, senders in itertools.product((64, 128, 256), (256, 512, 1024), (0.25, 0.4, 0.5)):
             if blocks * block <= 128 << 10:
-                yield small_plan("line", nbytes, blocks, block, int(blocks * senders))
+                yield small_plan("line", size, blocks, block, int(blocks * senders))
     if nbytes >= 256 << 10:
         large = nbytes >= 8 << 20
         shots = (False, True) if op == "all_reduce" and (world > 2 or large) else (False,)
