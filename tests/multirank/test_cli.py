@@ -289,3 +289,11 @@ def test_the_decision_log_of_a_run_can_be_compared(tmp_path):
     assert differs.returncode == 1
     assert f"ranks differ at decision {index}" in differs.stdout
     assert json.loads(cli("logdiff", folder, "--json").stdout)["difference"]["index"] == index
+
+
+def test_the_example_in_the_readme_runs(tmp_path):
+    code = (ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    script = tmp_path / "example.py"
+    script.write_text(code + "\nassert whole.shape == (6, 1792)\nassert check.verdict(('layer 0', 6)) is not None\n")
+    done = torchrun(4, script)
+    assert done.returncode == 0, done.stderr
