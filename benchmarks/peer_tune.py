@@ -37,17 +37,20 @@ def candidates(op: str, world: int, nbytes: int, chunks: int) -> Iterator[Plan]:
         for blocks, block, senders in itertools.product((64, 128, 256), (256, 512, 1024), (0.25, 0.4, 0.5)):
             if blocks * block <= 128 << 10:
                 yield small_plan("line", size, blocks, block, int(blocks * senders))
+    if op == "all_reduce" and world > 2 and nbytes >= 128 << 10:
+        part = nbytes // world
+        for blocks, block in ((128, 256), (128, 512), (128, 1024)):
+            yield small_plan("line", part, blocks, block, two_shot=True)
+        for blocks, block in ((128, 512), (256, 256), (256, 512)):
+            yield small_plan("line", part, blocks, block, blocks * 2 // 5, two_shot=True)
     if nbytes >= 256 << 10:
         large = nbytes >= 8 << 20
         shots = (False, True) if op == "all_reduce" and (world > 2 or large) else (False,)
         chunk_sizes = (16, 32, 64, 128) if large else (8, 16, 32)
         grids = ((132, 1024), (128, 512), (264, 512), (256, 256), (528, 256))
         shares = (0.35, 0.5, 0.65) if large else (0.5,)
-        pushes = (1, 0) if nbytes in (1 << 20, 16 << 20) else (1,)
-        for two, push, chunk, (blocks, block), share in itertools.product(shots, pushes, chunk_sizes, grids, shares):
-            yield bulk_plan(
-                op, world, nbytes, chunk << 10, blocks, chunks, push=bool(push), two_shot=two, block=block, share=share
-            )
+        for two, chunk, (blocks, block), share in itertools.product(shots, chunk_sizes, grids, shares):
+            yield bulk_plan(op, world, nbytes, chunk << 10, blocks, chunks, two_shot=two, block=block, share=share)
 
 
 def main() -> None:
@@ -100,12 +103,12 @@ def main() -> None:
             bad = sum(r["wrong"] > 0 for r in best)
             seen = set()
             for r in best:
-                key = (r["protocol"], r["push"], r["two_shot"])
+                key = (r["protocol"], r["two_shot"])
                 if key not in seen:
                     seen.add(key)
                     extra = f"chunk {r['chunk'] >> 10}K roles {r['roles']}" if r["protocol"] == "bulk" else ""
                     print(
-                        f"{op} {nbytes >> 10}K {r['us']:.2f} {r['protocol']} push={r['push']:d} two={r['two_shot']:d} "
+                        f"{op} {nbytes >> 10}K {r['us']:.2f} {r['protocol']} two={r['two_shot']:d} "
                         f"{r['grid']}x{r['block']} {extra}",
                         flush=True,
                     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -74,7 +74,6 @@ class Args(ctypes.Structure):
         ("scatter", _U32),
         ("chunk", _U32),
         ("chunks", _U32),
-        ("push", _U32),
         ("blocks", _U32 * 3),
     ]
 
@@ -99,8 +98,8 @@ class Layout:
     Attributes:
         world: ranks, 2 to 8.
         packet_bytes, line_bytes: largest shard of the packet and line protocols.
-        bulk_bytes: largest shard of the bulk protocol. A copy's stage slot holds one from every sender; a sum's first
-            holds two shards' bytes (the parts of one shard, in two shots), its second one.
+        bulk_bytes: largest shard of the bulk protocol. A copy's stage slot holds one from every sender; a sum's the
+            parts of one shard, or at world 2, where one shot is best at any size, a whole shard from both.
         chunks: flags there are for one sender, so the most chunks a shard may be cut into.
     """
 
@@ -134,7 +133,7 @@ class Layout:
 
     def stage_slot(self, kind: int, shot: int) -> int:
         """Bytes of one slot; a little more than what it is for, because senders' regions are rounded up to 16 bytes."""
-        shards = self.world if kind == 0 else 2 if shot == 0 else 1
+        shards = self.world if kind == 0 else 2 if self.world == 2 and shot == 0 else 1
         return shards * _round(self.bulk_bytes, 128) + 128 * self.world
 
     def _kind_bytes(self, kind: int) -> int:
@@ -211,7 +210,7 @@ class Group:
         for role, blocks in enumerate(plan.roles):
             args.blocks[role] = blocks
         if plan.protocol == "bulk":
-            args.chunk, args.chunks, args.push = plan.chunk, layout.chunks, plan.push
+            args.chunk, args.chunks = plan.chunk, layout.chunks
             args.flag_slot = layout.flag_slot
             for shot in range(_SHOTS[kind]):
                 args.stage[shot], args.stage_slot[shot] = layout.stage(kind, shot), layout.stage_slot(kind, shot)
@@ -254,6 +253,13 @@ def sum_parts(
     1/world of it (out must not overlap x).
     """
     args, world = group.args, group.layout.world
+    if plan.two_shot and plan.protocol == "line":
+        # Two shots in lines: each rank's part is summed to its place in out, and gathered there.
+        part = out.view(-1).chunk(world)[group.rank]
+        sum_parts(group, x, part, replace(plan, two_shot=False), timeout_s, scatter=True)
+        columns = Columns(1, (part.nbytes,) * world, tuple(part.nbytes * rank for rank in range(world)), x.nbytes)
+        copy_columns(group, part, out, columns, replace(plan, two_shot=False), timeout_s)
+        return
     args.x, args.out, args.bytes = x.data_ptr(), out.data_ptr(), x.nbytes
     if scatter:
         args.scatter, args.part = 1, x.nbytes // world

@@ -46,8 +46,9 @@ class CudaDevice:
         # By name: cupy is an extra, and has no types.
         cupy: Any = import_module("cupy")
         self._cupy, self._driver, self._runtime = cupy, cupy.cuda.driver, cupy.cuda.runtime
-        index: int | None = device.index
-        self.index = torch.cuda.current_device() if index is None else index
+        self.index: int = torch.cuda.current_device() if str(device) == "cuda" else device.index
+        #: of 64 registers at most, so every multiprocessor holds 1024 of them
+        self.threads = 1024 * torch.cuda.get_device_properties(self.index).multi_processor_count
         self._record = torch.zeros(8, dtype=torch.int64, pin_memory=True)
         self._words: Any = self._record.numpy().data
         self.host_record = self._record.data_ptr()

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 
 __all__ = ["Plan", "bulk_plan", "choose", "fits", "small_plan"]
 
+KIB, MIB = 1 << 10, 1 << 20
+_SUMS = ("all_reduce", "reduce_scatter")
+
 
 @dataclass(frozen=True)
 class Plan:
-    """How one call is launched.
+    """How one call is launched. Protocol, chunk and shots must be equal on every rank; the grid is each rank's own.
 
     Attributes:
         protocol: "packet", "line" or "bulk" (peer.cu).
         grid, block: CUDA blocks, threads of a block (a multiple of 32).
         chunk: bytes of a bulk chunk, a multiple of 16.
-        push: bulk senders write into their peers' arenas; otherwise receivers read from the senders'.
-        two_shot: bulk sum in two shots.
+        two_shot: a sum in two shots: a reduce-scatter, then a gather.
         roles: bulk blocks that send, that reduce, that collect; they add up to grid. Packet and line: roles[0] blocks
             that only send, while the rest only receive; 0: every block does both.
     """
@@ -26,23 +28,21 @@ class Plan:
     grid: int
     block: int
     chunk: int = 0
-    push: bool = False
     two_shot: bool = False
     roles: tuple[int, int, int] = (0, 0, 0)
 
 
-def small_plan(protocol: str, nbytes: int, blocks: int = 128, block: int = 512, senders: int = 0) -> Plan:
-    """A packet or line plan with about one item per thread, at most `blocks` blocks.
-
-    All blocks must be on the GPU together (a waiting one keeps its place), so `blocks` stays under the number of
-    multiprocessors, which hold at least one block of 1024 threads each.
-    """
+def small_plan(
+    protocol: str, nbytes: int, blocks: int = 128, block: int = 512, senders: int = 0, two_shot: bool = False
+) -> Plan:
+    """A packet or line plan for `nbytes` to one peer: about one item per thread on at most `blocks` blocks, or, with
+    `senders`, on all blocks, so many of them only sending."""
     words = max(1, math.ceil(nbytes / 8))
     threads = words if protocol == "packet" else math.ceil(words / 15) * 8
-    block = min(block, max(32, math.ceil(threads / 32) * 32))
     if senders:
-        return Plan(protocol, blocks, block, roles=(senders, 0, blocks - senders))
-    return Plan(protocol, min(blocks, math.ceil(threads / block)), block)
+        return Plan(protocol, blocks, block, 0, two_shot, (senders, 0, blocks - senders))
+    block = min(block, max(32, math.ceil(threads / 32) * 32))
+    return Plan(protocol, min(blocks, math.ceil(threads / block)), block, 0, two_shot)
 
 
 def bulk_plan(
@@ -53,7 +53,6 @@ def bulk_plan(
     blocks: int,
     chunks: int,
     *,
-    push: bool,
     two_shot: bool = False,
     block: int = 512,
     share: float = 0.5,
@@ -64,9 +63,8 @@ def bulk_plan(
     chunk = max(chunk, _round16(math.ceil(part / chunks)))
     count = max(1, math.ceil(part / chunk))
     targets = world - 1
-    if op in ("all_reduce", "reduce_scatter"):
-        sends = count * (targets if scatter else 1)
-        senders = max(1, min(sends, int(blocks * share)))
+    if op in _SUMS:
+        senders = max(1, min(count * (targets if scatter else 1), int(blocks * share)))
         rest = blocks - senders
         if two_shot:
             reducers = max(1, min(count, rest // 2))
@@ -76,34 +74,52 @@ def bulk_plan(
     else:
         senders = max(1, min(count, int(blocks * share)))
         roles = (senders, 0, max(1, min(count * targets, blocks - senders)))
-    return Plan("bulk", sum(roles), block, chunk, push, two_shot, roles)
+    return Plan("bulk", sum(roles), block, chunk, two_shot, roles)
 
 
-def fits(plan: Plan, op: str, world: int, nbytes: int, packet: int, line: int, stage: int) -> bool:
-    """Whether a call of nbytes (reduce_scatter: of all of x) finds room in areas of these sizes."""
-    size = math.ceil(nbytes / world) if op == "reduce_scatter" else nbytes
+def fits(plan: Plan, op: str, world: int, nbytes: int, packet: int, line: int, bulk: int) -> bool:
+    """Whether a call of nbytes (Route's count) finds room in areas made for shards of packet, line and bulk bytes."""
+    scatter = plan.two_shot or op == "reduce_scatter"
+    size = math.ceil(nbytes / world) if scatter else nbytes
     if plan.protocol == "packet":
         return size <= packet
     if plan.protocol == "line":
-        return size <= line
-    # One-shot sums that are pushed need room for every sender's shard, and a sum's stage has room for two.
-    one_shot = op == "all_reduce" and plan.push and not plan.two_shot
-    return (nbytes * world if one_shot else nbytes) <= (2 * stage if one_shot else stage)
+        # Lines in two shots are a scatter and a gather of equal parts.
+        return size <= line and not (plan.two_shot and nbytes % (16 * world))
+    if op in _SUMS and not scatter and world > 2:
+        return nbytes * world <= bulk
+    return nbytes <= bulk
 
 
-def choose(op: str, world: int, nbytes: int, *, lines: bool, stage: int, chunks: int) -> Plan:
-    """The plan for a size. Measured on H200 with NV18 links (benchmarks/results); bytes are those of Route.
+def choose(op: str, world: int, nbytes: int, *, lines: bool, chunks: int, threads: int = 132 * 1024) -> Plan:
+    """The plan for a size (Route's count of bytes).
+
+    World 2 as measured on H200 with NV18 links (benchmarks/results/peer_tune_2.json). More ranks by the same numbers
+    per byte that crosses into a GPU, which is not yet measured: a table by `comm.calibrate` decides about their use.
 
     Args:
-        lines: whether every link delivers 128-byte stores whole (NVLink); otherwise packets serve in their place.
+        lines: whether every link delivers 128-byte stores whole (NVLink); otherwise packets and bulk serve alone.
+        threads: how many threads of these kernels this GPU holds at once. Blocks of a packet or line plan wait for
+            others' and keep their places, so a larger grid would never end. Only the grid depends on it.
     """
-    size = math.ceil(nbytes / world) if op == "reduce_scatter" else nbytes
-    if size <= 8 << 10 or (not lines and size <= 128 << 10):
-        return small_plan("packet", size)
-    if lines and size <= (512 << 10 if world == 2 or op != "all_reduce" else 256 << 10):
-        return small_plan("line", size, block=512)
-    two_shot = op == "all_reduce" and world > 2
-    return bulk_plan(op, world, nbytes, 16 << 10, 264, chunks, push=False, two_shot=two_shot)
+    far = nbytes * (world - 1) > 1536 * KIB or (not lines and nbytes > 128 * KIB)
+    two_shot = op == "all_reduce" and world > 2 and far
+    size = math.ceil(nbytes / world) if two_shot or op == "reduce_scatter" else nbytes
+
+    def small(protocol: str, blocks: int, block: int, senders: float = 0.0) -> Plan:
+        blocks = max(2, min(blocks, threads // block))
+        return small_plan(protocol, size, blocks, block, int(blocks * senders), two_shot)
+
+    if not two_shot and (size <= 32 * KIB or (not lines and size <= 128 * KIB)):
+        return small("packet", 128, 256)
+    whole = not (two_shot and nbytes % (16 * world))
+    if lines and whole and size <= 8 * MIB:
+        if size <= 128 * KIB:
+            return small("line", 128, 256)
+        if size <= 768 * KIB:
+            return small("line", 128, 512)
+        return small("line", 256, 256, 0.25) if size <= 2560 * KIB else small("line", 256, 512, 0.4)
+    return bulk_plan(op, world, nbytes, 16 * KIB, min(256, threads // 256), chunks, two_shot=two_shot, block=256)
 
 
 def _round16(n: int) -> int:

@@ -10,7 +10,6 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -74,12 +73,18 @@ def draw_plan(rng: random.Random, op: str, world: int, nbytes: int, layout: kern
     protocol = rng.choice(names)
     if protocol != "bulk":
         blocks = rng.choice([2, 8, 32, 64])
+        if op == "all_reduce" and protocol == "line" and nbytes % (16 * world) == 0 and rng.random() < 0.5:
+            return small_plan(protocol, nbytes // world, blocks, 256, two_shot=True)
         return small_plan(protocol, size, blocks, rng.choice([64, 256, 1024]), senders=rng.choice([0, 1, blocks // 2]))
-    two, push = op == "all_reduce" and rng.random() < 0.6, rng.random() < 0.5
+    two = op == "all_reduce" and rng.random() < 0.6
     plan = bulk_plan(op, world, nbytes, rng.choice([1, 4, 16]) << 10, rng.choice([8, 64, 132]), layout.chunks,
-                     push=push, two_shot=two, block=rng.choice([128, 512]))  # fmt: skip
+                     two_shot=two, block=rng.choice([128, 512]))  # fmt: skip
     room = (layout.packet_bytes, layout.line_bytes, layout.bulk_bytes)
-    return plan if fits(plan, op, world, nbytes, *room) else replace(plan, push=False)
+    return (
+        plan
+        if fits(plan, op, world, nbytes, *room)
+        else bulk_plan(op, world, nbytes, 4096, 64, layout.chunks, two_shot=True)
+    )
 
 
 def one_sum(peer: PeerTransport, rng: random.Random, seed: int, most: int) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from dsv41_dist.comm import reference
 from dsv41_dist.comm import transports as registry
+from dsv41_dist.comm.calibrate import Calibration, calibrate
 from dsv41_dist.comm.communicator import Communicator
-from dsv41_dist.comm.errors import CommError, RankTimeout
+from dsv41_dist.comm.errors import ArgumentError, CommError, RankTimeout
 from dsv41_dist.comm.layout import Split
 from dsv41_dist.comm.ranks import Ranks
 from dsv41_dist.comm.routing import Route, RouteTable
@@ -141,8 +144,6 @@ def one_fails(ranks: Ranks, fault: str) -> dict[str, object]:
 
 
 def settings_differ(ranks: Ranks) -> dict[str, object]:
-    import os
-
     os.environ["DSV41_PEER_MAX_MIB"] = "2" if ranks.rank else "4"
     return one_fails(ranks, "")
 
@@ -163,7 +164,36 @@ def table(ranks: Ranks) -> dict[str, object]:
     }
 
 
+def calibration(ranks: Ranks) -> dict[str, object]:
+    comm = communicator(ranks)
+    made = calibrate(comm, sizes=(1024, 4096), repeats=1, label="calibrate")
+    path = Path(os.environ["DSV41_TEST_FOLDER"]) / f"table{ranks.rank}.json"
+    made.save(path)
+    loaded = Calibration.load(path, comm)
+    text = json.loads(path.read_text())
+    refusals = []
+    for edit in ({"hardware": {**text["hardware"], "world": "4"}}, {"table": {**text["table"], "fallback": "mpi"}}):
+        path.write_text(json.dumps(text | edit))
+        try:
+            Calibration.load(path, comm)
+            refusals.append("")
+        except ArgumentError as error:
+            refusals.append(str(error))
+    again = Communicator.create(ranks, ["peer"], loaded.table, CommSettings(timeout_s=20.0))
+    total = again.all_reduce(torch.ones(8), label="under the table")
+    assert total.tolist() == [float(ranks.size)] * 8
+    return {
+        "digest": made.table.digest(),
+        "loaded": loaded.table.digest(),
+        "routes": made.table.as_json(),
+        "measured": [sorted(times) for _, _, times in made.rows],
+        "other_world": refusals[0],
+        "edited": refusals[1],
+    }
+
+
 SCENARIOS = {
+    "calibrate": calibration,
     "collectives": collectives,
     "withheld": withheld,
     "allocate": lambda ranks: one_fails(ranks, "allocate"),

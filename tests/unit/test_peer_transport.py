@@ -109,5 +109,5 @@ def test_registered_and_refused_with_a_reason_where_there_is_no_gpu():
 def test_a_bad_size_is_refused_by_name(text):
     with pytest.raises(SettingsError, match=f"DSV41_PEER_MAX_MIB='{text}'.*1 to 512"):
         PeerSettings.from_env({"DSV41_PEER_MAX_MIB": text})
-    assert PeerSettings.from_env({"DSV41_PEER_MAX_MIB": ""}).max_mib == 64
-    assert PeerSettings.from_env({"DSV41_PEER_MAX_MIB": "16"}).max_mib == 16
+    assert PeerSettings.from_env({"DSV41_PEER_MAX_MIB": ""}).max_mib == 16
+    assert PeerSettings.from_env({"DSV41_PEER_MAX_MIB": "64"}).max_mib == 64

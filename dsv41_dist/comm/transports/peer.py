@@ -40,9 +40,13 @@ _SUMS = ("all_reduce", "reduce_scatter")
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """max_mib: largest call, in MiB of what one rank sends. An arena takes about 6.3 times as much on every GPU."""
+    """max_mib: largest call, in MiB of what one rank sends.
 
-    max_mib: int = 64
+    Each GPU gives 2 world + 4 times as much (10 times at world 2), and 35 MiB times world for smaller calls: 332 MiB at
+    world 4 and the default.
+    """
+
+    max_mib: int = 16
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> PeerSettings:
@@ -130,8 +134,8 @@ class PeerTransport(Transport):
         """How a call of this size is launched; the same on every rank."""
         plan = self._plans.get((op, nbytes))
         if plan is None:
-            stage, chunks = self.layout.bulk_bytes, self.layout.chunks
-            plan = choose(op, self.ranks.size, nbytes, lines=self.lines, stage=stage, chunks=chunks)
+            threads = self._device.threads
+            plan = choose(op, self.ranks.size, nbytes, lines=self.lines, chunks=self.layout.chunks, threads=threads)
             self._plans[op, nbytes] = plan
         return plan
 

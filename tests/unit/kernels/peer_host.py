@@ -78,6 +78,7 @@ class Host:
 
     def __init__(self, layout: Layout, first: int = 0, edit: tuple[str, str] | None = None, dirt: int = 0) -> None:
         self.layout, self.world = layout, layout.world
+        self.protocols = ["packet", "line", "bulk"]  # that a test draws from
         self.library = library(layout.world, edit)
         self.arenas = [zeros(layout.nbytes) for _ in range(layout.world)]
         for arena in self.arenas:
