@@ -10,7 +10,8 @@ from .refusal import refuse
 __all__ = ["Group", "form"]
 
 _TODO = (
-    "Make environment, engine and dsv41_dist the same on every rank; `python -m dsv41_dist preflight` compares them."
+    "Make environment, engine and dsv41_dist the same on every rank: `python -m dsv41_dist preflight` compares them, "
+    "`doctor` shows what drifted."
 )
 
 

@@ -11,7 +11,7 @@ from tests.engine.real import RELEASES, engine_env, run_engine
 CODE = """
 import json, sys
 from sglang.srt.distributed import parallel_state            # already imported when the door opens
-stale = parallel_state.initialize_model_parallel
+copy, before = parallel_state.initialize_model_parallel, id(parallel_state.initialize_model_parallel)
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.speculative.dspark_components import dspark_verify
@@ -22,7 +22,8 @@ print(json.dumps({
     "patched": armed and armed.states["folded_result_fence"].status(),
     "group": hasattr(parallel_state.initialize_model_parallel, "__wrapped__"),
     "verify": armed and armed.hook.verify(),
-    "stale": stale is parallel_state.initialize_model_parallel,
+    "stock": id(parallel_state.initialize_model_parallel) == before,
+    "stale": copy is not parallel_state.initialize_model_parallel,
 }))
 """
 
@@ -48,7 +49,7 @@ def test_the_engines_loader_arms(engine_python, published, installed, release):
     result = loaded(engine_python, published(release), installed, DSV41_FOLDED_FENCE="1")
     assert result.returncode == 0, result.stderr[-3000:]
     seen = json.loads(result.stdout.splitlines()[-1])
-    assert seen == {"hooks": 1, "patched": "installed", "group": True, "verify": [], "stale": False}
+    assert seen == {"hooks": 1, "patched": "installed", "group": True, "verify": [], "stock": False, "stale": False}
 
 
 def test_both_doors_arm_once(engine_python, published, installed):
@@ -56,13 +57,13 @@ def test_both_doors_arm_once(engine_python, published, installed):
     assert result.returncode == 0, result.stderr[-3000:]
     seen = json.loads(result.stdout.splitlines()[-1])
     # The sitecustomize door was open first, so there was never a stock function to keep.
-    assert seen == {"hooks": 1, "patched": "installed", "group": True, "verify": [], "stale": True}
+    assert seen == {"hooks": 1, "patched": "installed", "group": True, "verify": [], "stock": True, "stale": False}
 
 
 def test_without_a_gate_the_loader_leaves_the_engine_alone(engine_python, published, installed):
     result = loaded(engine_python, published("0.5.23"), installed)
     seen = json.loads(result.stdout.splitlines()[-1])
-    assert seen == {"hooks": 0, "patched": None, "group": False, "verify": None, "stale": True}
+    assert seen == {"hooks": 0, "patched": None, "group": False, "verify": None, "stock": True, "stale": False}
 
 
 def test_the_loader_swallows_exceptions_but_not_a_refusal(engine_python, published, installed):
