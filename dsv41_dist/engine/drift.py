@@ -10,7 +10,7 @@ import difflib
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -74,7 +74,7 @@ def digest(findings: Sequence[Finding]) -> str:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _no_collection() -> Generator[None]:
     """Parsing allocates much and leaves nothing; a full collection of the engine's heap would cost more than it."""
     was_on = gc.isenabled()
     gc.disable()
@@ -159,13 +159,13 @@ def record(wheel: Path, targets: Iterable[Target]) -> dict[str, Any]:
     Raises EngineNotFound when the file is not an engine wheel, ValueError when a target of its release is not in it.
     """
     tree = EngineTree.at(wheel)
-    targets = sorted({target.key: target for target in targets if target.is_for(tree.release)}.items())
-    found = _symbols(tree, [target for _, target in targets])
-    missing = [key for key, _ in targets if key not in found]
+    wanted = sorted({target.key: target for target in targets if target.is_for(tree.release)}.items())
+    found = _symbols(tree, [target for _, target in wanted])
+    missing = [key for key, _ in wanted if key not in found]
     if missing:
         raise ValueError(f"{wheel.name} has no {', '.join(missing)}: narrow the target's releases")
     symbols: dict[str, Any] = {}
-    for key, target in targets:
+    for key, target in wanted:
         symbol, file = found[key], tree.read(target.module)
         assert file is not None
         symbols[key] = {

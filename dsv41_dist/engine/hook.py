@@ -112,7 +112,8 @@ class Hook:
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._install)
+                    loader: Any = _Loader(spec.loader, self._install)
+                    spec.loader = loader
                 return spec
         return None
 
@@ -157,7 +158,7 @@ class Hook:
             refuse(f"copies of patched functions of {name} cannot be replaced: {', '.join(result.stuck)}", todo)
         for patcher, state in self._patchers:
             if any(t.patched and t.module == name and t.is_for(release) for t in patcher.targets):
-                state.rebound += result.count
+                state.rebound += result.replaced
         self._installed[name] = module
 
     def _install_all(self, module: types.ModuleType) -> tuple[str, list[tuple[Any, Any]]]:
@@ -244,7 +245,7 @@ def _check_live(module: types.ModuleType, qualname: str, tree: EngineTree) -> No
 
 def _layers(raw: Any) -> list[Any]:
     """A function and what it says it wraps, outermost first."""
-    out = [raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw]
+    out: list[Any] = [raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw]
     while hasattr(out[-1], "__wrapped__") and len(out) < 100:
         out.append(out[-1].__wrapped__)
     return out

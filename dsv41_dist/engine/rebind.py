@@ -26,7 +26,7 @@ _Lookup = Callable[[Any], Any]  # the replacement of a stale object, or None
 class Rebound(NamedTuple):
     """How many copies were replaced, and where copies sit that could not be."""
 
-    count: int
+    replaced: int
     stuck: tuple[str, ...]
 
 
@@ -49,7 +49,8 @@ def rebind(pairs: Iterable[tuple[Any, Any]]) -> Rebound:
         return found[1] if found is not None else None
 
     count, stuck = 0, list[str]()
-    for name, module in list(sys.modules.items()):
+    modules: list[tuple[str, Any]] = list(sys.modules.items())  # some put other objects in there
+    for name, module in modules:
         if not issubclass(type(module), types.ModuleType) or name.partition(".")[0] == _OWN:
             continue
         for attribute, value in list(vars(module).items()):

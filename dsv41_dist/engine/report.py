@@ -14,7 +14,7 @@ __all__ = ["text_table", "write_json"]
 def text_table(report: Mapping[str, Any]) -> str:
     """The report as aligned text, one line per adapter."""
     head = f"dsv41_dist {report['dsv41_dist']} on SGLang {report['engine_release']}, {report['ranks']} rank(s) agree"
-    rows = [("adapter", "state", "guarantee", "patched", "copies", "fired", "memory bytes")]
+    rows: list[tuple[str, ...]] = [("adapter", "state", "guarantee", "patched", "copies", "fired", "memory bytes")]
     for entry in report["adapters"]:
         counts = (len(entry["patched"]), entry["rebound_copies"], entry["fired"], entry["memory_bytes"])
         rows.append((entry["adapter"], entry["state"], entry["guarantee"], *map(str, counts)))

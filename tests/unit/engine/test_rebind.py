@@ -50,7 +50,7 @@ def test_globals_classes_and_containers(module, pair):
     module.default = defaultdict(int, a=first)
     result = rebind([pair])
     assert result.stuck == ()
-    assert result.count == 11
+    assert result.replaced == 11
     assert module.copy is Owner.method is Owner.static is second
     assert Owner.__dict__["klass"].__func__ is second
     assert Owner.table == {"a": second}
@@ -75,7 +75,7 @@ def test_globals_classes_and_containers(module, pair):
 def test_what_cannot_be_replaced_is_named(module, pair, hide):
     module.hidden = hide(pair[0])
     result = rebind([pair])
-    assert result.count == 0
+    assert result.replaced == 0
     assert len(result.stuck) == 1
     assert result.stuck[0].startswith("toy_rebind_module.hidden (")
 
