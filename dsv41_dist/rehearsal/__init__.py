@@ -1,1 +1,4 @@
-"""The published engine with a tiny V4.1 model on CPU processes."""
+"""The published engine serving a tiny V4.1 on CPU processes: checkpoint writer, stand-ins for kernels, runner, verdict.
+
+Nothing else of this package imports this room, except the command line.
+"""

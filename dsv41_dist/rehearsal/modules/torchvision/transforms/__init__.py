@@ -1,0 +1,4 @@
+from . import functional
+from .functional import InterpolationMode
+
+__all__ = ["InterpolationMode", "functional"]

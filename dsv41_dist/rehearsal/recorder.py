@@ -1,0 +1,66 @@
+"""Writes what each rank's forwards produced: logits bytes, per row, as digests. Runs in the engine's processes."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+from typing import Any
+
+__all__ = ["RECORD", "watch"]
+
+RECORD = "REHEARSAL_RECORD"  # the folder that receives rank<N>.jsonl
+
+
+def watch(after: Any) -> None:
+    """Record in the scheduler processes, if the runner asks for it."""
+    if os.environ.get(RECORD):
+        after.add("sglang.srt.model_executor.model_runner", _model_runner)
+
+
+def _model_runner(module: Any) -> None:
+    runner = module.ModelRunner
+    forward = runner.forward
+
+    def recorded(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, forward_batch, *args, **kwargs)
+        _write(self, forward_batch, output)
+        return output
+
+    recorded.__wrapped__ = forward  # type: ignore[attr-defined]
+    runner.forward = recorded
+
+
+_files: dict[int, Any] = {}
+
+
+def _write(runner: Any, batch: Any, output: Any) -> None:
+    logits = getattr(getattr(output, "logits_output", output), "next_token_logits", None)
+    rank = int(runner.tp_rank)
+    if rank not in _files:
+        _files[rank] = open(os.path.join(os.environ[RECORD], f"rank{rank}.jsonl"), "a")  # noqa: SIM115
+        atexit.register(_files[rank].close)
+    entry = {
+        "mode": batch.forward_mode.name,
+        "draft": bool(runner.is_draft_worker),
+        "rows": int(batch.input_ids.shape[0]) if batch.input_ids is not None else 0,
+        "requests": int(batch.batch_size),
+        "logits": [] if logits is None else [_digest(row) for row in logits],
+        "top": [] if logits is None else [_top(row) for row in logits],
+    }
+    _files[rank].write(json.dumps(entry) + "\n")
+    _files[rank].flush()
+
+
+def _digest(row: Any) -> str:
+    import torch
+
+    data = row.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{row.dtype}".encode() + data).hexdigest()[:16]
+
+
+def _top(row: Any) -> list[float]:
+    """Token with the largest logit, that logit, and the next one."""
+    values, ids = row.float().topk(2)
+    return [int(ids[0]), float(values[0]), float(values[1])]

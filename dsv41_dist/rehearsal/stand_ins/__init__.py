@@ -1,0 +1,94 @@
+"""What stands in for code that only a GPU can run. The list below is data, and is printed with every report.
+
+Loaded by the engine itself in each of its processes, through its entry point group `sglang.srt.plugins` (site.py writes
+the metadata). A failure here ends the process: the engine would swallow an ordinary exception and run without.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from dataclasses import dataclass
+
+__all__ = ["STAND_INS", "StandIn", "register"]
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """`real` is what the engine would run on its GPUs, `instead` what runs here, `checked` by what it is compared."""
+
+    name: str
+    real: str
+    instead: str
+    checked: str
+
+
+STAND_INS = (
+    StandIn(
+        "block_fp8_linear",
+        "fp8_utils.triton_w8a8_block_fp8_linear (Triton; the interpreter cannot tune it)",
+        "activations to e4m3 with ue8m0 scales per 32, product in fp32",
+        "the engine's Triton quantiser and GEMM in the interpreter",
+    ),
+    StandIn(
+        "mxfp4_experts",
+        "fp8.Fp8MoEMethod with MXFP4 experts (FlashInfer, DeepGEMM or Marlin)",
+        "weights dequantised to fp32 after the engine's loader, one product per expert, clamped SwiGLU",
+        "a row-by-row formula, and the engine's DSV4_DEQUANT_FP4_TABLE",
+    ),
+    StandIn(
+        "jit:fused_rope",
+        "kernels dpsk_v4_fused_rope (CUDA)",
+        "complex rotation in fp32",
+        "the engine's rope_tail",
+    ),
+    StandIn(
+        "jit:main_k_norm_rope_flashmla",
+        "kernel dpsk_v4_main_k_norm_rope_flashmla (CUDA)",
+        "RMS norm, rotation, 448 x e4m3 + 64 x bf16 page rows",
+        "the engine's rope_tail and its page reader dequantize_k_cache_paged",
+    ),
+    StandIn(
+        "jit:store_flashmla",
+        "kernel dpsk_v4_store_flashmla (CUDA)",
+        "448 x e4m3 + 64 x bf16 page rows",
+        "the engine's page reader dequantize_k_cache_paged",
+    ),
+    StandIn(
+        "jit:silu_and_mul_clamp",
+        "kernel dpsk_v4_silu_and_mul_clamp (CUDA)",
+        "silu(min(gate, limit)) * clip(up, limit)",
+        "a scalar formula",
+    ),
+    StandIn(
+        "platform",
+        "the real GPU architecture",
+        "is_sm120 is said, so that FlashMLA is the engine's own torch implementation",
+        "not compared: a routing decision",
+    ),
+    StandIn(
+        "config_padding",
+        "nothing (a CPU-only step that pads head counts)",
+        "left out: it breaks num_key_value_heads == 1",
+        "not compared: a CPU-only step",
+    ),
+    StandIn(
+        "unused_rope",
+        "rotary_embedding.get_rope_cpu for layers without scaling (asserts)",
+        "an object that raises when it is used; V4.1 rotates by freqs_cis",
+        "that it raises",
+    ),
+    StandIn("import:torchvision", "torchvision", "an empty package; calls raise", "that it raises"),
+)
+
+
+def register() -> None:
+    """The entry point: install every stand-in in this process, or end it."""
+    try:
+        from .install import install
+
+        install()
+    except BaseException as error:
+        traceback.print_exc()
+        print(f"rehearsal: stand-ins cannot be installed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(3) from error

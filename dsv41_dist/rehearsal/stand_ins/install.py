@@ -1,0 +1,216 @@
+"""Puts the stand-ins where the engine will find them: before an adapter patches the same module, never over one."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["AfterImport", "install"]
+
+
+class AfterImport:
+    """A meta-path finder that changes a module right after it executed.
+
+    It stands behind the adapters' import hook, which asks the finders behind it for the spec: so a stand-in is in place
+    when an adapter wraps a function of the same module.
+    """
+
+    def __init__(self) -> None:
+        self.changes: dict[str, Callable[[Any], None]] = {}
+
+    def add(self, name: str, change: Callable[[Any], None]) -> None:
+        """Change module `name` now if it is imported, else when it will be."""
+        if name in sys.modules:
+            change(sys.modules[name])
+        else:
+            self.changes[name] = change
+
+    def place(self) -> None:
+        from ...engine.hook import Hook
+
+        behind = [index + 1 for index, finder in enumerate(sys.meta_path) if isinstance(finder, Hook)]
+        sys.meta_path.insert(max(behind, default=0), self)  # type: ignore[arg-type]
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        change = self.changes.get(fullname)
+        if change is None:
+            return None
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # type: ignore[arg-type]
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, change)  # type: ignore[assignment]
+                return spec
+        return None
+
+
+class _Loader:
+    def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
+        self._loader = loader
+        self._change = change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: Any) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._change(module)
+
+
+def _replace(owner: Any, name: str, new: Any) -> None:
+    """Put `new` at owner.name; it says what it replaces, which an adapter's live check follows."""
+    old = getattr(owner, name)
+    functools.update_wrapper(new, old)
+    setattr(owner, name, new)
+    if isinstance(owner, types.ModuleType):
+        from ...engine.rebind import rebind
+
+        rebind([(old, new)])
+
+
+def install() -> None:
+    """Called once in every process of the engine."""
+    import torch
+
+    from sglang.srt.runtime_context import override_platform
+
+    global _platform
+    # FlashMLA on SM120 has a torch implementation (SGLANG_SM120_FLASHMLA_BACKEND=torch): the engine's own.
+    _platform = override_platform(is_sm120=True)
+    _platform.install()
+    # A CPU build of torch has a dummy class here, which is true.
+    torch.cuda.is_current_stream_capturing = lambda: False
+    after = AfterImport()
+    after.add("sglang.kernels.jit.utils.compile.loader", _jit_loader)
+    after.add("sglang.srt.layers.rotary_embedding.factory", _rope_factory)
+    after.add("sglang.srt.configs.update_config", _config_padding)
+    after.add("sglang.srt.layers.quantization.fp8_utils", _fp8_linear)
+    after.add("sglang.srt.layers.quantization.fp8", _experts)
+    after.add("sglang.kernels.ops.layernorm.mhc", _sinkhorn)
+    from ..recorder import watch
+
+    watch(after)
+    after.place()
+
+
+_platform: Any = None
+
+
+def _jit_loader(module: Any) -> None:
+    from .jit import load_jit
+
+    _replace(module, "load_jit", load_jit)
+
+
+def _config_padding(module: Any) -> None:
+    def adjust_config_with_unaligned_cpu_tp(model_config: Any, *_: Any, **__: Any) -> Any:
+        return model_config
+
+    _replace(module, "adjust_config_with_unaligned_cpu_tp", adjust_config_with_unaligned_cpu_tp)
+
+
+class UnusedRope:
+    """What a layer without RoPE scaling gets for `rotary_emb`: V4.1 rotates by its own table."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(f"rotary_emb.{name}: the rehearsal has no stand-in for a rotary embedding that is used")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("rotary_emb(): the rehearsal has no stand-in for a rotary embedding that is used")
+
+
+def _rope_factory(module: Any) -> None:
+    def get_rope_cpu(*_: Any, **__: Any) -> Any:
+        return UnusedRope()
+
+    _replace(module, "get_rope_cpu", get_rope_cpu)
+
+
+def _sinkhorn(module: Any) -> None:
+    # The tilelang kernel's other implementation is the engine's own Triton port, chosen on this platform.
+    module.is_gfx1250_supported = lambda: True
+
+
+def _fp8_linear(module: Any) -> None:
+    from ..formats import decode_block_fp8
+    from .formulas import block_fp8_linear
+
+    def triton_w8a8_block_fp8_linear(
+        input: Any,
+        weight: Any,
+        block_size: Any,
+        weight_scale: Any,
+        input_scale: Any = None,
+        bias: Any = None,
+        act_scale_ue8m0: bool = False,
+        weight_bf16: Any = None,
+    ) -> Any:
+        if list(block_size) != [32, 32] or not act_scale_ue8m0 or input_scale is not None:
+            raise NotImplementedError(
+                f"block-fp8 stand-in: block_size={block_size}, act_scale_ue8m0={act_scale_ue8m0}, "
+                f"input_scale={'given' if input_scale is not None else None}; allowed is [32, 32], True, None"
+            )
+        decoded = getattr(weight, "_rehearsal_decoded", None)
+        if decoded is None:
+            decoded = decode_block_fp8(weight.data, weight_scale.data)
+            if hasattr(weight, "weight_loader"):  # a parameter, which lives as long as the model
+                weight._rehearsal_decoded = decoded
+        out = block_fp8_linear(input, weight, weight_scale, block_size[1], decoded)
+        return out if bias is None else out + bias
+
+    _replace(module, "triton_w8a8_block_fp8_linear", triton_w8a8_block_fp8_linear)
+
+
+def _experts(module: Any) -> None:
+    from ..formats import decode_mxfp4
+    from .formulas import expert_mlp
+
+    method = module.Fp8MoEMethod
+    load, apply, create = method.process_weights_after_loading, method.apply, method.create_moe_runner
+
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        if not self.is_fp4_expert:
+            load(self, layer)
+            return
+        layer._rehearsal_w13 = decode_mxfp4(layer.w13_weight.data, layer.w13_weight_scale_inv.data)
+        layer._rehearsal_w2 = decode_mxfp4(layer.w2_weight.data, layer.w2_weight_scale_inv.data)
+
+    def create_moe_runner(self: Any, layer: Any, moe_runner_config: Any) -> None:
+        create(self, layer, moe_runner_config)
+        config = moe_runner_config
+        if self.is_fp4_expert and (config.activation != "silu" or config.apply_router_weight_on_input):
+            raise NotImplementedError(f"expert stand-in: activation={config.activation}; allowed is silu")
+
+    def apply_(self: Any, layer: Any, dispatch_output: Any) -> Any:
+        if not self.is_fp4_expert:
+            return apply(self, layer, dispatch_output)
+        from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+        weights, ids, _ = dispatch_output.topk_output
+        # The routed scaling factor is applied by the engine's model code where the platform is not CUDA.
+        out = expert_mlp(
+            dispatch_output.hidden_states,
+            layer._rehearsal_w13,
+            layer._rehearsal_w2,
+            weights,
+            ids,
+            self.moe_runner_config.swiglu_limit,
+        )
+        return StandardCombineInput(hidden_states=out)
+
+    for name, new in (
+        ("process_weights_after_loading", process_weights_after_loading),
+        ("create_moe_runner", create_moe_runner),
+        ("apply", apply_),
+    ):
+        _replace(method, name, new)
