@@ -7,11 +7,13 @@ from typing import Any
 from .. import __version__
 from ..adapters import REGISTRY
 from ..engine import drift
+from ..engine.agreement import differences
 from ..engine.gates import GateError, Gates
 from ..engine.survey import all_targets, published, survey
 from ..engine.tree import EngineNotFound, EngineTree
+from .checks import Context, Result, check
 
-__all__ = ["engine_facts"]
+__all__ = ["engine_check", "engine_facts"]
 
 
 def engine_facts() -> dict[str, Any]:
@@ -28,9 +30,9 @@ def engine_facts() -> dict[str, Any]:
         problems.extend(str(error).splitlines())
         gates = Gates.from_env({})
     same: dict[str, Any] = {
-        "engine_release": None,
+        "engine release": None,
         "fingerprints": None,
-        "gates_digest": gates.digest(),
+        "gates digest": gates.digest(),
         "gates": gates.shared(),
         "dsv41_dist": __version__,
     }
@@ -41,8 +43,22 @@ def engine_facts() -> dict[str, Any]:
         if gates.owners_on():
             problems.append(str(error))
         return {"same": same, "problems": problems, "local": local}
-    same["engine_release"] = tree.version
+    same["engine release"] = tree.version
     same["fingerprints"] = drift.digest(drift.check(tree, all_targets(REGISTRY), published))
     local["engine_path"] = str(tree.root)
     problems.extend(f"{row.name}: {row.status}: {row.detail}" for row in survey(tree, REGISTRY, gates) if row.refused)
     return {"same": same, "problems": problems, "local": local}
+
+
+@check("engine", "Engine and gates")
+def engine_check(context: Context) -> Result:
+    """The same engine release, fingerprints, gates and package on every rank, and no gate that would be refused."""
+    everyone = context.comm.agreement.gather(engine_facts(), label="preflight:engine")
+    columns = ["engine release", "fingerprints", "gates digest", "dsv41_dist"]
+    result = Result(columns=["rank", *columns, "engine_path"], data={"engine": everyone})
+    for rank, facts in enumerate(everyone):
+        cells = [facts["same"][column] for column in columns] + [facts["local"]["engine_path"]]
+        result.rows.append([str(rank), *("none" if cell is None else str(cell) for cell in cells)])
+    said = [{**facts["same"], "problem": facts["problems"]} for facts in everyone]
+    result.reasons = [line.strip() for line in differences(said)]
+    return result

@@ -7,8 +7,10 @@ from typing import Any, NoReturn
 
 from .refusal import refuse
 
-__all__ = ["Group", "form"]
+__all__ = ["Group", "differences", "form"]
 
+# Fields that hold problems: anything in them is one, whether ranks differ or not.
+_PROBLEMS = ("drift", "refused", "problem")
 _TODO = (
     "Make environment, engine and dsv41_dist the same on every rank: `python -m dsv41_dist preflight` compares them, "
     "`doctor` shows what drifted."
@@ -24,7 +26,7 @@ class Group:
         self.size = size
 
     def same(self, statement: dict[str, Any], *, label: str) -> None:
-        """Return if every rank states the same and nobody states a problem (`drift`, `refused`).
+        """Return if every rank states the same and nobody states a problem (_PROBLEMS).
 
         Otherwise every rank is refused with the same paragraph, which lists who said what, field by field.
         """
@@ -73,7 +75,7 @@ def differences(said: list[dict[str, Any]]) -> list[str]:
     lines: list[str] = []
     fields = list(dict.fromkeys(field for one in said for field in one))
     for field in fields:
-        if field in ("drift", "refused"):
+        if field in _PROBLEMS:
             lines.extend(_folded(f"{field}: {problem}", ranks) for problem, ranks in _problems(said, field).items())
             continue
         values = [one.get(field) for one in said]
@@ -85,7 +87,7 @@ def differences(said: list[dict[str, Any]]) -> list[str]:
                 inner = [(value or {}).get(name) for value in values]
                 if any(item != inner[0] for item in inner):
                     lines.append(_who(name, inner))
-        elif field != "gates digest" or not any(line.startswith("DSV41_") for line in lines):
+        elif field != "gates digest" or all(one.get("gates") == said[0].get("gates") for one in said):
             lines.append(_who(field, values))
     return lines
 

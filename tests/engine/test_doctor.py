@@ -149,7 +149,7 @@ def test_engine_facts_of_an_installed_engine(engine_python, published):
         result = run_engine(engine_python, ["-c", code], env)
         assert result.returncode == 0, result.stderr
         seen.append(json.loads(result.stdout))
-    assert [facts["same"]["engine_release"] for facts in seen] == ["0.5.22", "0.5.23"]
+    assert [facts["same"]["engine release"] for facts in seen] == ["0.5.22", "0.5.23"]
     assert [facts["problems"] for facts in seen] == [[], []]
     assert seen[0]["same"]["fingerprints"] != seen[1]["same"]["fingerprints"]
     assert seen[0]["same"]["gates"] == {"DSV41_FOLDED_FENCE": True}
