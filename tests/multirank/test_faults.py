@@ -27,7 +27,7 @@ def _lose(how, call, size=SIZE):
 
 @pytest.mark.parametrize("call", ["all_reduce", "all_gather", "agree", "barrier"])
 @pytest.mark.parametrize(("how", "state"), [("kill", "dead"), ("stop", "stopped"), ("skip", "alive"), ("exit", "dead")])
-def test_a_lost_rank_is_named_by_every_live_rank(how, state, call):
+def test_a_lost_rank_is_named_by_every_live_rank(how, state, call, capsys):
     results, lost, live = _lose(how, call)
     for rank in live:
         assert results[rank].error is None, results[rank].trace
@@ -42,6 +42,9 @@ def test_a_lost_rank_is_named_by_every_live_rank(how, state, call):
         assert found["again"] is True
         assert found["sum"] == [SIZE - 1.0] * 2
     assert len({results[rank].value["text"] for rank in live}) == 1
+    with capsys.disabled():
+        slowest = max(results[rank].value["seconds"] for rank in live)
+        print(f"\n{how} before {call}: named after {slowest:.2f} s by all of {live} (bound {BOUND:g} s)")
     if how == "stop":
         assert results[lost].value["missing"] == [lost]
 
