@@ -4,6 +4,7 @@ the engine has imported torch itself."""
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from .. import __version__
 from . import agreement
 from .gates import GateError, Gates
 from .hook import Hook, Patch, Patcher, tree_of
+from .names import PREFIXES
 from .refusal import latched, refuse, refuse_again
 from .report import text_table, write_json
 from .state import AdapterState
@@ -80,7 +82,7 @@ class Armed:
 
     def check_unchanged(self) -> None:
         """The second door of a process: the same gates, or a refusal."""
-        now = Gates.from_env().texts
+        now = {name: text.strip() for name, text in os.environ.items() if name.startswith(PREFIXES) and text.strip()}
         if now != self.gates.texts:
             changed = sorted(set(now.items()) ^ set(self.gates.texts.items()))
             refuse(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["arm", "armed", "report"]
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # arming imports, and what is imported may come to the other door
 _armed: Armed | None = None
 
 
@@ -45,9 +45,8 @@ def arm(registry: Sequence[AdapterSpec]) -> bool:
         )
     with _lock:
         if _armed is None:
-            candidate = Armed.from_env(registry)
-            candidate.start()
-            _armed = candidate
+            _armed = Armed.from_env(registry)
+            _armed.start()
         else:
             _armed.check_unchanged()
     return bool(_armed.states)

@@ -107,9 +107,10 @@ class Hook:
             return None
         refuse_again()
         for finder in sys.meta_path:
-            if finder is self:
+            find = getattr(finder, "find_spec", None)
+            if finder is self or find is None:
                 continue
-            spec = finder.find_spec(fullname, path, target)
+            spec = find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     loader: Any = _Loader(spec.loader, self._install)
@@ -146,14 +147,13 @@ class Hook:
             release, changed = self._install_all(module)
             result = rebind(changed)
         except Exception as error:
-            sys.modules.pop(name, None)
+            _forget(name)
             refuse(f"installing into {name} failed: {type(error).__name__}: {error}", _DRIFT_TODO)
         except SystemExit:
-            # A later `import` must meet the finder again, not find the unpatched module in sys.modules.
-            sys.modules.pop(name, None)
+            _forget(name)
             raise
         if result.stuck:
-            sys.modules.pop(name, None)
+            _forget(name)
             todo = "Arm earlier (PYTHONPATH door), or unset the adapter's gate on every rank."
             refuse(f"copies of patched functions of {name} cannot be replaced: {', '.join(result.stuck)}", todo)
         for patcher, state in self._patchers:
@@ -211,6 +211,14 @@ class _Loader:
         self._loader.exec_module(module)
         # A module may replace itself in sys.modules; what importers get is what must be patched.
         self._install(sys.modules.get(module.__name__, module))
+
+
+def _forget(name: str) -> None:
+    """A later import must meet the finder again, not find the unpatched module in sys.modules or in its parent."""
+    sys.modules.pop(name, None)
+    parent, _, leaf = name.rpartition(".")
+    if parent in sys.modules:
+        vars(sys.modules[parent]).pop(leaf, None)
 
 
 def resolve(module: types.ModuleType, qualname: str) -> tuple[Any, Any]:

@@ -1,10 +1,32 @@
-"""Put this folder on PYTHONPATH: every Python started there arms dsv41_dist if a gate is set. A sitecustomize that was
-there before is run as well, first."""
+"""Both doors. With this folder on PYTHONPATH every Python started there calls `arm`; the engine's plug-in loader
+calls it too, by the entry point `sglang.srt.plugins`. A sitecustomize that this one shadows is run as well, first."""
 
 import os
 import sys
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def arm():
+    """Arm what the gates ask for, or end the process; nothing is imported when no gate is set."""
+    if not any(name.startswith(("DSV41_", "SPARK_PREFILL_")) for name in os.environ):
+        return
+    root = os.path.dirname(os.path.dirname(_HERE))
+    try:
+        if root not in sys.path:
+            sys.path.append(root)
+        import dsv41_dist
+        from dsv41_dist.adapters import REGISTRY
+        from dsv41_dist.engine import boot
+
+        found = os.path.dirname(os.path.dirname(os.path.realpath(dsv41_dist.__file__)))
+        if found != os.path.realpath(root):
+            raise ImportError(f"this door is of {root}, but dsv41_dist is imported from {found}")
+        boot.arm(REGISTRY)
+    except Exception as error:
+        # Python and the engine both report an exception here and go on: a gate that is set must not be lost so.
+        print(f"dsv41_dist cannot be armed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
 
 
 def _chain():
@@ -22,27 +44,8 @@ def _chain():
         spec.loader.exec_module(module)
 
 
-def _arm():
-    if not any(name.startswith(("DSV41_", "SPARK_PREFILL_")) for name in os.environ):
-        return
-    root = os.path.dirname(os.path.dirname(_HERE))
+if __name__ == "sitecustomize":
     try:
-        if root not in sys.path:
-            sys.path.append(root)
-        import dsv41_dist
-        from dsv41_dist.adapters import arm
-
-        found = os.path.dirname(os.path.dirname(os.path.realpath(dsv41_dist.__file__)))
-        if found != os.path.realpath(root):
-            raise ImportError(f"this sitecustomize is of {root}, but dsv41_dist is imported from {found}")
-    except Exception as error:
-        # Python reports an exception in sitecustomize in one line and goes on: a gate that is set must not be lost so.
-        print(f"dsv41_dist cannot be armed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from error
-    arm()
-
-
-try:
-    _chain()
-finally:
-    _arm()
+        _chain()
+    finally:
+        arm()

@@ -34,7 +34,7 @@ def installed(tmp_path):
     info = tmp_path / "dsv41_dist-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: dsv41-dist\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\ndsv41 = dsv41_dist.adapters:arm\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\ndsv41 = dsv41_dist.sitecustomize.sitecustomize:arm\n")
     return tmp_path
 
 

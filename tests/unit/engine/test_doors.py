@@ -89,15 +89,18 @@ def test_two_copies_of_the_door_do_not_call_each_other_in_a_circle(tmp_path):
 def test_a_package_that_does_not_import_ends_the_interpreter(tmp_path):
     shutil.copytree(ROOT / "dsv41_dist", tmp_path / "dsv41_dist", ignore=shutil.ignore_patterns("__pycache__", "comm"))
     (tmp_path / "dsv41_dist" / "adapters" / "__init__.py").write_text("import not_there\n")
-    result = door("print('went on')", FENCE, str(tmp_path / "dsv41_dist" / "sitecustomize"))
-    assert (result.returncode, result.stdout) == (1, "")
-    assert "No module named 'not_there'" in result.stderr
+    door_there = str(tmp_path / "dsv41_dist" / "sitecustomize")
+    by_plugin = "from dsv41_dist.sitecustomize.sitecustomize import arm\ntry:\n    arm()\nexcept Exception:\n    pass\n"
+    for code, path in (("", door_there), (by_plugin, str(tmp_path))):
+        result = door(code + "print('went on')", FENCE, path)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert "No module named 'not_there'" in result.stderr
 
 
 def test_two_doors_at_once_and_from_many_threads_arm_once():
     code = f"""
 import sys, threading
-from dsv41_dist.adapters import arm
+from dsv41_dist.sitecustomize.sitecustomize import arm
 gate = threading.Barrier(8)
 def work():
     gate.wait()
@@ -113,8 +116,8 @@ print({HOOKS})
 
 
 def test_gates_that_changed_between_the_doors_are_refused():
-    code = "import os; from dsv41_dist.adapters import arm; arm(); os.environ['DSV41_COMM_CHECK'] = '1'; arm(); "
-    code += "print('went on')"
+    code = "import os; from dsv41_dist.sitecustomize.sitecustomize import arm; arm(); "
+    code += "os.environ['DSV41_COMM_CHECK'] = '1'; arm(); print('went on')"
     result = door(code, FENCE, f"{DOOR}:{ROOT}")
     assert (result.returncode, result.stdout) == (1, "")
     assert "gates changed after they were read: DSV41_COMM_CHECK" in result.stderr
@@ -122,9 +125,8 @@ def test_gates_that_changed_between_the_doors_are_refused():
 
 @pytest.mark.parametrize("flag", ["-I", "-E", "-S"])
 def test_interpreters_that_ignore_the_door_are_told_so(flag):
-    code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from dsv41_dist.adapters import arm; arm(); print('went on')"
-    )
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+    code += "from dsv41_dist.sitecustomize.sitecustomize import arm; arm(); print('went on')"
     result = door(code, FENCE, args=(flag,))
     assert (result.returncode, result.stdout) == (1, "")
     assert "-I, -E or -S, which is not supported" in result.stderr
@@ -134,7 +136,7 @@ def test_interpreters_that_ignore_the_door_are_told_so(flag):
 def test_a_refusal_at_one_door_is_final_at_the_other():
     code = """
 import os
-from dsv41_dist.adapters import arm
+from dsv41_dist.sitecustomize.sitecustomize import arm
 os.environ["DSV41_FOLDED_FENCE"] = "x"
 try:
     arm()

@@ -173,7 +173,7 @@ def test_a_refusal_on_an_already_imported_module_is_latched_too(toy):
             armed_hook(Tag("a", "scale"))
         except BaseException:
             pass
-        import sglang.ops
+        from sglang import ops
         print("done")
         """
     )

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import zipfile
 from collections.abc import Mapping
@@ -148,5 +149,11 @@ def run_python(args: list[str], env: Mapping[str, str], timeout: float = 60) -> 
     """A fresh interpreter with none of our variables but those given."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("DSV41_", "SPARK_PREFILL_", "PYTHON"))}
     return subprocess.run(
-        [sys.executable, *args], env={**clean, **env}, capture_output=True, text=True, timeout=timeout, check=False
+        [sys.executable, *args],
+        env={**clean, **env},
+        cwd=tempfile.gettempdir(),  # with -c the working folder is importable: it must not be the repository
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
