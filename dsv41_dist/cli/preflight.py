@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ def run_preflight(rank: int, size: int, plan: PreflightPlan) -> int:
     for item in CHECKS:
         if not item.wanted(context):
             continue
+        if show:
+            show.begin(item.title)
         try:
             result = item.run(context)
         except CommError as error:
@@ -85,6 +88,13 @@ class Show:
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
+        self._tty = sys.stdout.isatty() and not quiet
+        self._clear = "\r\033[K" if self._tty else ""
+
+    def begin(self, title: str) -> None:
+        """On a terminal, what is being checked now."""
+        if self._tty:
+            print(f"\r\033[K{title} ...", end="", flush=True)
 
     def say(self, text: str) -> None:
         if not self._quiet:
@@ -94,18 +104,20 @@ class Show:
         if self._quiet:
             return
         state = "ok" if not result.reasons else "FAILED"
-        if sys.stdout.isatty():
+        rows = [result.columns, *result.rows]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(result.columns))]
+        # A table squeezed into a narrow terminal cuts the names that matter: plain columns wrap, and lose nothing.
+        if self._tty and sum(widths) + 3 * len(widths) + 1 <= shutil.get_terminal_size().columns:
             from rich.console import Console
             from rich.table import Table
 
+            print("\r\033[K", end="", flush=True)
             table = Table(*result.columns, title=f"{title}: {state}", title_justify="left")
             for row in result.rows:
                 table.add_row(*row)
             Console().print(table)
             return
-        print(f"\n{title}: {state}")
-        rows = [result.columns, *result.rows]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(result.columns))]
+        print(f"{self._clear}\n{title}: {state}")
         for row in rows:
             print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         sys.stdout.flush()
