@@ -1,7 +1,8 @@
 """What the peer benchmarks share: a group from torchrun, timing inside CUDA graphs, rows in the project's JSON.
 
 A figure is microseconds per call: a graph of INNER calls is replayed, its time by CUDA events over INNER; the median
-over replays on each rank, then the slowest rank's.
+over replays on each rank, then the slowest rank's. Before each, the GPU sleeps while the host puts the replay down, and
+a barrier on the device lets all ranks begin together: what is timed is the calls, not how far apart the hosts are.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from dsv41_dist.comm.communicator import Communicator
 from dsv41_dist.comm.ranks import Ranks
 from dsv41_dist.comm.settings import CommSettings
+from dsv41_dist.kernels import peer as kernels
 
 INNER = 20
+_groups: list[kernels.Group] = []
 BUSBW = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -37,7 +40,13 @@ def start(timeout_s: float = 20.0) -> tuple[Ranks, Communicator]:
     comm = Communicator.create(ranks, ["peer"], None, CommSettings(timeout_s=timeout_s))
     if "peer" not in comm.transports:
         raise SystemExit("peer did not connect: see the warning above")
+    _groups[:] = [comm.transports["peer"]._ready()]
     return ranks, comm
+
+
+def align() -> None:
+    torch.cuda._sleep(100_000)  # about 50 us
+    kernels.barrier(_groups[0], 10.0)
 
 
 def capture(fn: Callable[[], object], inner: int = INNER) -> torch.cuda.CUDAGraph:
@@ -64,6 +73,7 @@ def replay_times(graph: torch.cuda.CUDAGraph, replays: int, inner: int = INNER) 
     times: list[float] = []
     for _ in range(replays):
         begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        align()
         begin.record()
         graph.replay()
         end.record()
@@ -80,6 +90,7 @@ def eager_times(fn: Callable[[], object], replays: int, inner: int = INNER) -> l
     times: list[float] = []
     for _ in range(replays):
         begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        align()
         begin.record()
         for _ in range(inner):
             fn()

@@ -16,8 +16,8 @@ for part in $parts; do
     links) python3 benchmarks/peer_links.py ;;
     shared) timeout 100 bash -c "$(declare -f run); run $((world + 1)) -m tests.gpu.peer_rank shared; run 8 -m tests.gpu.peer_rank shared" ;;
     sanitize)
-      for tool in memcheck racecheck; do
-        timeout ${SANITIZE_S:-120} compute-sanitizer --tool $tool --target-processes all --error-exitcode 9 \
+      for tool in ${TOOLS:-memcheck racecheck}; do
+        timeout ${SANITIZE_S:-120} compute-sanitizer --tool $tool --report-api-errors no --target-processes all --error-exitcode 9 \
           python3 -m torch.distributed.run --standalone --nproc-per-node "$world" -m tests.gpu.peer_rank short \
           2>&1 | grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|Invalid|byte-equal|Error' | sort | uniq -c | head -20
       done ;;

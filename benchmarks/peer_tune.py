@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from peer_common import agree_wrong, capture, replay_times, slowest, start, wrong_bytes
 
+from dsv41_dist.cli.environment import environment
 from dsv41_dist.comm import reference
+from dsv41_dist.comm.settings import CommSettings
 from dsv41_dist.kernels import peer as kernels
 from dsv41_dist.kernels.peer_plan import Plan, bulk_plan, fits, small_plan
 
@@ -115,7 +117,8 @@ def main() -> None:
             print(f"  {len(best)} plans, wrong {bad}", flush=True)
     if rank == 0:
         with open(out_path, "w") as file:
-            json.dump({"world": world, "results": results}, file)
+            block = environment(world, "torchrun", "cuda", CommSettings())
+            json.dump({"env": block, "world": world, "results": results}, file)
     comm.close()
     dist.destroy_process_group()
 

@@ -14,6 +14,8 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from operator import or_
 from typing import Protocol
 
 import torch
@@ -187,9 +189,16 @@ class Columns:
         """A broadcast: the shard of src is everything, the others are empty."""
         return cls(1, tuple(nbytes if rank == src else 0 for rank in range(world)), (0,) * world, nbytes)
 
-    @property
+    @cached_property
     def largest(self) -> int:
+        """Bytes of the largest shard."""
         return self.rows * max(self.widths)
+
+    @cached_property
+    def apart(self) -> int:
+        """Every distance in out that an access must divide, OR-ed together."""
+        distances = [*self.starts, *self.widths, self.pitch] if self.rows > 1 else self.starts
+        return reduce(or_, distances)
 
 
 class Group:
@@ -198,6 +207,7 @@ class Group:
     def __init__(self, rank: int, arenas: Sequence[int], layout: Layout, device: Device) -> None:
         self.rank, self.layout, self.device = rank, layout, device
         self.args = Args()
+        self.columns: Columns | None = None  # whose widths and starts args holds
         self.args.rank = rank
         self.args.host = device.host_record
         for index, arena in enumerate(arenas):
@@ -232,15 +242,15 @@ def copy_columns(
     """
     args = group.args
     args.x, args.out = x.data_ptr(), out.data_ptr()
-    args.rows, args.pitch = columns.rows, columns.pitch
-    mine = columns.widths[group.rank]
-    apart = 0
-    for rank, (width, start) in enumerate(zip(columns.widths, columns.starts, strict=True)):
-        args.width[rank], args.start[rank] = width, start
-        apart |= start | (width if columns.rows > 1 else 0)
-    args.own = mine > 0 and (columns.rows > 1 or args.x != args.out + columns.starts[group.rank])
+    if group.columns is not columns:
+        group.columns = columns
+        args.rows, args.pitch = columns.rows, columns.pitch
+        for rank, (width, start) in enumerate(zip(columns.widths, columns.starts, strict=True)):
+            args.width[rank], args.start[rank] = width, start
+    start = columns.starts[group.rank]
+    args.own = columns.widths[group.rank] > 0 and (columns.rows > 1 or args.x != args.out + start)
     args.unit_x = _unit(args.x)
-    args.unit_out = _unit(args.out | apart | (columns.pitch if columns.rows > 1 else 0))
+    args.unit_out = _unit(args.out | columns.apart)
     group.launch(f"copy_{plan.protocol}", 0, plan, timeout_s)
 
 
@@ -275,6 +285,7 @@ def sum_parts(
 def barrier(group: Group, timeout_s: float) -> None:
     """The stream goes on when every rank has come here: a gather of empty shards."""
     args = group.args
+    group.columns = None
     args.rows = args.own = args.x = args.out = args.pitch = 0
     for rank in range(MAX_WORLD):
         args.width[rank] = args.start[rank] = 0

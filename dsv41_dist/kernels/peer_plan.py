@@ -94,7 +94,7 @@ def fits(plan: Plan, op: str, world: int, nbytes: int, packet: int, line: int, b
 def choose(op: str, world: int, nbytes: int, *, lines: bool, chunks: int, threads: int = 132 * 1024) -> Plan:
     """The plan for a size (Route's count of bytes).
 
-    World 2 as measured on H200 with NV18 links (benchmarks/results/peer_tune_2.json). More ranks by the same numbers
+    World 2 as measured on H200 with NV18 links (benchmarks/peer_tune.py). More ranks by the same numbers
     per byte that crosses into a GPU, which is not yet measured: a table by `comm.calibrate` decides about their use.
 
     Args:

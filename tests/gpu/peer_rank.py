@@ -298,6 +298,7 @@ def soak(ranks: Ranks, total: int = 1_000_000) -> None:
             peer.check()
     torch.cuda.synchronize()
     took = time.monotonic() - started
+    grown = before - torch.cuda.mem_get_info()[0]  # before the checks below take memory of their own
     peer.check()
     for x, out in zip(xs, outs, strict=True):
         same(out, torch.full_like(x, world * (world + 1) / 2), "soak sum")
@@ -306,7 +307,6 @@ def soak(ranks: Ranks, total: int = 1_000_000) -> None:
         same(wide, torch.cat(parts), "soak gather")
     counts = [peer._device.read_word(peer._arena + peer.layout.control(kind)) - first for kind in (0, 1)]
     assert sum(counts) == replays * per, (counts, replays * per)
-    grown = before - torch.cuda.mem_get_info()[0]
     assert grown <= 0, f"{grown} bytes of GPU memory grew"
     peer.close()
     say(ranks, f"soak: {replays * per} collectives in {took:.1f} s, past sequence 2^32, memory growth {grown} bytes")

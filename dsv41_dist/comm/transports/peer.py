@@ -75,6 +75,8 @@ class PeerTransport(Transport):
         self._arena = 0
         self._opened: dict[int, int] = {}  # rank -> its arena, as addressed here
         self._group: kernels.Group | None = None
+        # Both grow by one entry a shape. A serving process has few shapes; a cleared cache would only cost time.
+        self._columns: dict[Any, kernels.Columns] = {}
         self._plans: dict[tuple[str, int], Plan] = {}
 
     @classmethod
@@ -147,20 +149,23 @@ class PeerTransport(Transport):
         kernels.sum_parts(self._ready(), x, out, plan, self.watch.bound_s, scatter=True)
 
     def all_gather(self, x: torch.Tensor, dim: int, out: torch.Tensor) -> None:
-        columns = kernels.Columns.equal(x.shape, dim, x.element_size(), self.ranks.size)
+        key = (x.shape, dim, x.element_size())
+        columns = self._columns.get(key)
+        if columns is None:
+            columns = self._columns[key] = kernels.Columns.equal(*key, self.ranks.size)
         self._copy("all_gather", x, out, columns)
 
     def all_gather_rows(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self.all_gather(x.reshape(-1), 0, out)
 
     def all_gather_columns(self, x: torch.Tensor, split: Split, out: torch.Tensor) -> None:
-        item = x.element_size()
-        columns = kernels.Columns(
-            math.prod(x.shape[:-1]),
-            tuple(size * item for size in split.sizes),
-            tuple(start * item for start in split.starts),
-            split.n * item,
-        )
+        item, rows = x.element_size(), math.prod(x.shape[:-1])
+        key = (split.sizes, rows, item)
+        columns = self._columns.get(key)
+        if columns is None:
+            widths = tuple(size * item for size in split.sizes)
+            columns = kernels.Columns(rows, widths, tuple(start * item for start in split.starts), split.n * item)
+            self._columns[key] = columns
         self._copy("all_gather_columns", x, out, columns)
 
     def broadcast(self, x: torch.Tensor, src: int) -> None:

@@ -22,6 +22,8 @@ class ProcessDevice:
 
     #: what a test wants to go wrong on this rank: "allocate", "open", or nothing
     fault: ClassVar[str] = ""
+    #: whether all links carry whole lines, as NVLink does and PCIe does not
+    lines: ClassVar[bool] = True
 
     def __init__(self, device: torch.device, world: int) -> None:
         self._library = library(world)
@@ -57,10 +59,10 @@ class ProcessDevice:
         return self._map(blob.decode())
 
     def identity(self) -> str:
-        return "cpu"
+        return f"cpu {os.getpid()}"
 
     def whole_lines(self) -> bool:
-        return True
+        return self.lines
 
     def launch(self, name: str, grid: int, block: int, args: Args) -> None:
         if self.skip:
