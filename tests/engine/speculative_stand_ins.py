@@ -1,0 +1,112 @@
+"""Small stand-ins around the real DSpark classes: what these need of a model and a worker, nothing that is patched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+VOCAB, STRIDE = 32, 6
+
+
+class Markov(torch.nn.Module):
+    """A draft head that adds nothing to the base logits."""
+
+    vocab_shard = None
+    vocab_size = VOCAB
+    supports_sharded_greedy = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(1))
+
+    def init_state(self, hidden):
+        return None
+
+    def step_bias(self, prev_tokens, *, hidden_states, state):
+        return torch.zeros(len(prev_tokens), VOCAB), state
+
+    def step_logits_dtype(self, dtype):
+        return torch.float32
+
+    def sample_block(self, base_logits, *, first_prev_tokens, hidden_states, sampler, collect_corrected=True):
+        tokens = [sampler(base_logits[:, step], step) for step in range(base_logits.shape[1])]
+        return torch.stack(tokens, dim=1), base_logits
+
+
+def draft_model():
+    head = SimpleNamespace(org_vocab_size=VOCAB, weight=torch.zeros(VOCAB, 4))
+    return SimpleNamespace(markov_head=Markov(), sample_from_anchor=True, lm_head=head, confidence_head=None)
+
+
+def sampling_info(temperatures, top_ks, top_ps=None):
+    ks = torch.tensor(top_ks)
+    greedy = ks <= 1
+    return SimpleNamespace(
+        temperatures=torch.tensor(temperatures),
+        top_ks=ks,
+        top_ps=torch.tensor(top_ps or [1.0] * len(top_ks)),
+        is_all_greedy=bool(greedy.all()),
+        is_any_greedy=bool(greedy.any()),
+        need_top_k_sampling=bool((ks < 1 << 30).any()),
+        need_top_p_sampling=top_ps is not None,
+        need_min_p_sampling=False,
+    )
+
+
+def worker_init(module, attributes: dict, mode: str = "static", seed: int = 7):
+    """Run what the adapters do after the worker was built, on a worker whose own constructor needs a GPU: the wrapped
+    `__init__` with its innermost, stock function replaced. Returns the worker, or None when nothing is patched."""
+    init = module.DSparkWorkerV2.__init__
+    if not hasattr(init, "__wrapped__"):
+        return None
+    worker = module.DSparkWorkerV2.__new__(module.DSparkWorkerV2)
+    planner = SimpleNamespace(mode_value=mode, is_verify_all=True)
+    runner = SimpleNamespace(model=torch.nn.Module())
+    target = SimpleNamespace(random_seed=seed, model_runner=runner)
+    fields = {
+        "_target_worker": target,
+        "_hosts_draft": True,
+        "_verify_planner": planner,
+        "_verify_epilogue": None,
+        "_proposer": None,
+        "device": "cpu",
+        "gamma": STRIDE - 1,
+        "verify_num_draft_tokens": STRIDE,
+        "_tp_sync": SimpleNamespace(sync=lambda site, tensor: tensor),
+    }
+
+    def stock(self) -> None:
+        self.__dict__.update(fields | attributes)
+
+    # Every layer calls the one below through its closure; the last is swapped by its code's cell.
+    layer = init
+    while hasattr(layer.__wrapped__, "__wrapped__"):
+        layer = layer.__wrapped__
+    names = layer.__code__.co_freevars
+    layer.__closure__[names.index("original")].cell_contents = stock
+    with configured():
+        init(worker)
+    return worker
+
+
+class configured:
+    """The engine's configuration as the checks read it: one rank, everything off."""
+
+    def __enter__(self):
+        from sglang.srt import runtime_context
+        from sglang.srt.layers.moe import utils
+
+        self.saved = [(module, name, getattr(module, name)) for module, name in (
+            (runtime_context, "get_parallel"), (runtime_context, "get_exec"), (runtime_context, "get_spec"),
+            (utils, "get_moe_a2a_backend"),
+        )]  # fmt: skip
+        runtime_context.get_parallel = lambda: SimpleNamespace(attn_dp_enabled=False, tp_rank=0)
+        runtime_context.get_exec = lambda: SimpleNamespace(kernel=SimpleNamespace(enable_nvidia_megakernel=False))
+        runtime_context.get_spec = lambda: SimpleNamespace(speculative_use_block_verification=False)
+        utils.get_moe_a2a_backend = lambda: utils.MoeA2ABackend.NONE
+        return self
+
+    def __exit__(self, *_):
+        for module, name, value in self.saved:
+            setattr(module, name, value)
