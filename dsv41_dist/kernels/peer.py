@@ -1,7 +1,8 @@
 """One-shot collectives over GPU peer memory: what is launched, and where everything lies in memory.
 
-The kernels are in peer.cu, whose head states the protocols, why two slots are enough, and how waits end. Plain torch
-twins: `comm.reference`. A rank is an index and a list of arenas here; who they are is the caller's business.
+The kernels are in peer*.cuh; the head of peer_core.cuh states the protocols, why two slots are enough, and how waits
+end. Plain torch twins: `comm.reference`. A rank is an index and a list of arenas here; who they are is the caller's
+business.
 
 Bytes that cross the links into one GPU, world W, n bytes per rank: gather (W-1) n; one-shot sum (W-1) n; two-shot sum
 2 (W-1) n / W; reduce-scatter (W-1) n / W; the packet protocol doubles them, the line protocol adds 1/15. At 478 GB/s a
@@ -15,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from importlib.resources import files
 from operator import or_
 from typing import Protocol
 
@@ -25,6 +27,7 @@ from .peer_plan import Plan
 __all__ = [
     "KINDS",
     "MAX_WORLD",
+    "SOURCES",
     "SUM_NAMES",
     "Args",
     "Columns",
@@ -33,12 +36,15 @@ __all__ = [
     "Layout",
     "barrier",
     "copy_columns",
+    "source",
     "sum_parts",
 ]
 
 MAX_WORLD = 8
 #: Each kind has a sequence, slots and flags of its own, so that kinds do not order each other.
 KINDS = ("copy", "sum", "barrier")
+#: The parts of the source behind the device's own header, in order.
+SOURCES = ("peer_core.cuh", "peer_small.cuh", "peer_bulk.cuh", "peer.cu")
 SUM_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 _CONTROL_BYTES = 1024  # 8 reports; per kind, from byte 128, a line with the sequence and the count of arrived blocks
@@ -47,8 +53,13 @@ _SHOTS = (1, 2)  # stage areas of the copy and of the sum kind
 _U64, _U32 = ctypes.c_uint64, ctypes.c_uint32
 
 
+def source() -> str:
+    """The kernels' CUDA source behind a device header; compiled with -DWORLD=2 to 8."""
+    return "".join((files("dsv41_dist.kernels") / name).read_text() for name in SOURCES)
+
+
 class Args(ctypes.Structure):
-    """struct Args of peer.cu, field by field (a test compares the two)."""
+    """struct Args of peer_core.cuh, field by field (a test compares the two)."""
 
     _fields_ = [
         ("peer", _U64 * 8),

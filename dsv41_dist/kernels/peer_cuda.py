@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .peer import Args
+from .peer import Args, source
 
 __all__ = ["CudaDevice", "missing"]
 
@@ -56,10 +56,9 @@ class CudaDevice:
         self._stream: torch.cuda.Stream | None = None
         self._opened: list[int] = []
         self._params = (ctypes.c_void_p * 1)()
-        folder = files("dsv41_dist.kernels")
-        source = (folder / "peer_device.cuh").read_text() + (folder / "peer.cu").read_text()
+        code = (files("dsv41_dist.kernels") / "peer_device.cuh").read_text() + source()
         with cupy.cuda.Device(self.index):
-            module = cupy.RawModule(code=source, options=("-std=c++17", f"-DWORLD={world}"))
+            module = cupy.RawModule(code=code, options=("-std=c++17", f"-DWORLD={world}"))
             self._module = module
             self._kernels = {name: module.get_function(name).kernel.ptr for name in _kernel_names()}
 

@@ -16,7 +16,7 @@ class Plan:
     """How one call is launched. Protocol, chunk and shots must be equal on every rank; the grid is each rank's own.
 
     Attributes:
-        protocol: "packet", "line" or "bulk" (peer.cu).
+        protocol: "packet", "line" or "bulk" (peer_core.cuh).
         grid, block: CUDA blocks, threads of a block (a multiple of 32).
         chunk: bytes of a bulk chunk, a multiple of 16.
         two_shot: a sum in two shots: a reduce-scatter, then a gather.

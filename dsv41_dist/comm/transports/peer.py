@@ -1,4 +1,4 @@
-"""One-shot collectives over GPU peer memory, between the GPUs of one host (kernels/peer.cu).
+"""One-shot collectives over GPU peer memory, between the GPUs of one host (kernels/peer_core.cuh).
 
 Sums are in rank order, in fp32, rounded once: the bits of `reference.reduce`; copies are exact for any dtype, size and
 alignment. Everything is allocated and compiled while connecting, so any call may be captured into a CUDA graph.
@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -60,7 +59,7 @@ class PeerSettings:
 
 
 class PeerTransport(Transport):
-    """The collectives of kernels/peer.cu for the ranks of one host. Tests replace `missing` and `make_device`."""
+    """The collectives of kernels/peer.py for the ranks of one host. Tests replace `missing` and `make_device`."""
 
     name = "peer"
     one_shot = True
@@ -240,6 +239,4 @@ def _route_bytes(call: Call) -> int:
 
 
 def _source_digest() -> str:
-    folder = files("dsv41_dist.kernels")
-    text = "".join((folder / name).read_text() for name in ("peer_device.cuh", "peer.cu"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(kernels.source().encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-// peer_device.cuh for a CPU: the real peer.cu runs here as fibers of one OS thread, one fiber a CUDA thread.
+// peer_device.cuh for a CPU: the real kernels run here as fibers of one OS thread, one fiber a CUDA thread.
 // A seeded scheduler picks the next fiber at every poll, remote store and barrier, with some ranks held back for a while,
 // so that orders appear which a GPU shows once in a million calls. Barriers and warp votes are real.
 #include <sched.h>

@@ -1,4 +1,4 @@
-"""The real peer.cu on a CPU: compiled by g++ with peer_host.h in place of the CUDA header, all ranks in one process."""
+"""The real kernels on a CPU: compiled by g++ with peer_host.h in place of the CUDA header, all ranks in one process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dsv41_dist.kernels.peer import Args, Group, Layout
+from dsv41_dist.kernels.peer import Args, Group, Layout, source
 
 HERE = Path(__file__).parent
-KERNELS = HERE.parents[2] / "dsv41_dist" / "kernels"
 _libraries: dict[int, ctypes.CDLL] = {}
 
 
@@ -27,17 +26,17 @@ def library(world: int, edit: tuple[str, str] | None = None) -> ctypes.CDLL:
     """The kernels for `world` ranks as a shared library, built once. `edit` plants a fault in the source (old, new)."""
     if edit is None and world in _libraries:
         return _libraries[world]
-    kernels = (KERNELS / "peer.cu").read_text()
+    kernels = source()
     if edit is not None:
         assert edit[0] in kernels, "the planted fault does not match the source any more"
         kernels = kernels.replace(*edit)
-    source = (HERE / "peer_host.h").read_text() + kernels + (HERE / "peer_host_main.h").read_text()
-    digest = hashlib.sha256(f"{world}{source}".encode()).hexdigest()[:16]
+    text = (HERE / "peer_host.h").read_text() + kernels + (HERE / "peer_host_main.h").read_text()
+    digest = hashlib.sha256(f"{world}{text}".encode()).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"dsv41-peer-host-{os.getuid()}-{digest}.so"
     if not built.exists():
         with tempfile.TemporaryDirectory() as folder:
             code, made = Path(folder) / "peer.cpp", Path(folder) / "peer.so"
-            code.write_text(source)
+            code.write_text(text)
             command = ["g++", "-std=c++17", "-O1", "-w", f"-DWORLD={world}", "-shared", "-fPIC", "-o", made, code]
             subprocess.run([str(part) for part in command], check=True, timeout=120)
             os.replace(made, f"{built}.{os.getpid()}")

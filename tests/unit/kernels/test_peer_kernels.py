@@ -1,4 +1,4 @@
-"""peer.cu itself, on a CPU, in random orders of all threads of all ranks: bits, slots, bounds, poison."""
+"""The kernels themselves, on a CPU, in random orders of all threads of all ranks: bits, slots, bounds, poison."""
 
 import ctypes
 import random
@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv41_dist.comm import reference
-from dsv41_dist.kernels.peer import Args, Columns, Layout, barrier, copy_columns, sum_parts
+from dsv41_dist.kernels.peer import Args, Columns, Layout, barrier, copy_columns, source, sum_parts
 from dsv41_dist.kernels.peer_plan import bulk_plan, choose, fits, small_plan
 
-from .peer_host import KERNELS, Host, misaligned
+from .peer_host import Host, misaligned
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SMALL = {"packet_bytes": 8192, "line_bytes": 8192, "bulk_bytes": 32768, "chunks": 64}
@@ -222,7 +222,7 @@ def test_a_missing_rank_is_reported_by_all_and_final(protocol, scatter):
 
 
 def test_args_has_the_fields_of_the_source_in_their_order():
-    body = re.search(r"struct Args \{(.*?)\n\};", (KERNELS / "peer.cu").read_text(), re.S).group(1)
+    body = re.search(r"struct Args \{(.*?)\n\};", source(), re.S).group(1)
     body = re.sub(r"//[^\n]*", "", body)
     names = [name for line in re.findall(r"u(?:64|32) ([^;]*);", body) for name in re.findall(r"([a-z_]+)", line)]
     assert names == [name for name, _ in Args._fields_]
