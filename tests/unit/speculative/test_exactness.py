@@ -62,7 +62,7 @@ CAPS = {
 }
 
 
-@pytest.mark.parametrize(("form", "ahead"), itertools.product(CAPS, (0, 1, 2)))
+@pytest.mark.parametrize(("form", "ahead"), list(itertools.product(CAPS, (0, 1, 2))))
 def test_the_forms_of_a_cap_that_are_exact_and_those_that_are_not(form, ahead):
     rule, truncate = form
     right = 0
