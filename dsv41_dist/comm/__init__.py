@@ -9,6 +9,7 @@ What is named here is public; the modules behind it are not.
 """
 
 from .agreement import Agreement, SelfCheck, same_bytes
+from .calibrate import Calibration, calibrate
 from .communicator import Communicator
 from .errors import (
     ArgumentError,
@@ -36,6 +37,7 @@ __all__ = [
     "TRANSPORTS",
     "Agreement",
     "ArgumentError",
+    "Calibration",
     "Call",
     "CannotSplit",
     "CommError",
@@ -56,6 +58,7 @@ __all__ = [
     "Transport",
     "TransportError",
     "TransportUnavailable",
+    "calibrate",
     "first_difference",
     "same_bytes",
 ]

@@ -13,7 +13,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .errors import CommError, RankTimeout, TransportError
@@ -46,7 +46,7 @@ class Beacon:
         self._position = position
         self._identity = host_identity()
         self._beat = 0
-        self._question: tuple[str, str, int] | None = None  # (reason, label, seq)
+        self._question: tuple[str, str, int, tuple[int, ...]] | None = None  # reason, label, seq, absent
         self._wake = threading.Event()
         self._stopped = False
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
@@ -57,9 +57,12 @@ class Beacon:
         self._thread = threading.Thread(target=self._run, name=f"dsv41-beacon-{ranks.rank}", daemon=True)
         self._thread.start()
 
-    def ask(self, reason: str, label: str, seq: int) -> None:
-        """Start finding out why the call (label, seq) did not complete; `answered` is set when that is known."""
-        self._question = (reason, label, seq)
+    def ask(self, reason: str, label: str, seq: int, absent: Sequence[int] = ()) -> None:
+        """Start finding out why the call (label, seq) did not complete; `answered` is set when that is known.
+
+        `absent` are ranks that the transport itself saw missing (a device may know what no host position shows).
+        """
+        self._question = (reason, label, seq, tuple(absent))
         self._wake.set()
 
     def arbitrate(self, key: str, proposal: str, forget: str | None, bound_s: float) -> str | None:
@@ -132,7 +135,7 @@ class Beacon:
                 found[rank] = json.loads(self._store.get(key))
         return found
 
-    def _find_out(self, reason: str, label: str, seq: int) -> None:
+    def _find_out(self, reason: str, label: str, seq: int, absent: tuple[int, ...]) -> None:
         before = self._records()
         # Records may be one heartbeat old, and a rank may have arrived meanwhile: two beats make the picture fresh.
         deadline = time.monotonic() + 2 * self._heartbeat + 0.1
@@ -142,7 +145,7 @@ class Beacon:
             if self._store.check([_VERDICT]):
                 self._settle(json.loads(self._store.get(_VERDICT)))
                 return
-        proposal = decide_missing(self._ranks, before, self._records(), reason, label, seq)
+        proposal = decide_missing(self._ranks, before, self._records(), reason, label, seq, absent)
         text = self._store.compare_set(_VERDICT, "", json.dumps(proposal))
         self._settle(json.loads(text))
 
@@ -159,14 +162,15 @@ def decide_missing(
     reason: str,
     label: str,
     seq: int,
+    absent: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Who is missing from the call (label, seq), from two looks at the records a few heartbeats apart.
 
     Missing is a rank that is behind, that is gone (process dead or stopped, or silent on another host), or that is in
-    another call than most at the same number.
+    another call than most at the same number; and `absent`, which the transport saw missing itself.
     """
     states: dict[int, str] = {}
-    missing: set[int] = set()
+    missing: set[int] = set(absent)
     for rank in range(ranks.size):
         record = now.get(rank)
         if record is None:

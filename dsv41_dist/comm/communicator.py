@@ -88,7 +88,7 @@ class Communicator:
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         nbytes = x.nbytes
-        route = self._routes.get(("all_reduce", op, x.dtype, nbytes, x.device)) if not self._guarded else None
+        route = self._routes.get(("all_reduce", op, x.dtype, nbytes, x.device, None)) if not self._guarded else None
         if route is None:
             route = self._route("all_reduce", x, nbytes, reduce_op=op)
         if out.shape != x.shape or out.dtype != x.dtype:
@@ -272,7 +272,7 @@ class Communicator:
     ) -> Transport:
         capturing = self._guarded and x.is_cuda and torch.cuda.is_current_stream_capturing()
         undeclared = capturing and _declared_key(op, tuple(x.shape), x.dtype, dim, reduce_op) not in self._declared
-        key: Any = (op, reduce_op or dim, x.dtype, nbytes, x.device)
+        key: Any = (op, reduce_op or dim, x.dtype, nbytes, x.device, split)
         if self._guarded:
             key = (*key, undeclared)
         route = self._routes.get(key)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -111,9 +111,12 @@ class Watch:
         if self.closed:
             self._fail("another rank reported it")
 
-    def report(self, reason: str) -> NoReturn:
-        """Close the communicator on every rank because of what happened in a transport, and raise."""
-        self._fail(reason)
+    def report(self, reason: str, absent: Sequence[int] = ()) -> NoReturn:
+        """Close the communicator on every rank because of what happened in a transport, and raise.
+
+        `absent` are ranks that the transport saw missing where the host's positions do not show it (a graph replay).
+        """
+        self._fail(reason, absent)
 
     def arbitrate(self, key: str, proposal: str, forget: str | None) -> str:
         """The first proposal any rank made for `key`: the same string on every rank."""
@@ -137,17 +140,17 @@ class Watch:
     def _verdict_is_in(self) -> bool:
         return self._beacon is not None and self._beacon.verdict is not None
 
-    def _fail(self, reason: str) -> NoReturn:
+    def _fail(self, reason: str, absent: Sequence[int] = ()) -> NoReturn:
         if self._closed_by is None:
-            self._closed_by = self._find_out(reason)
+            self._closed_by = self._find_out(reason, absent)
         # A new object each time: a raised exception collects the tracebacks of its raisers.
         raise self._closed_by()
 
-    def _find_out(self, reason: str) -> Callable[[], CommError]:
+    def _find_out(self, reason: str, absent: Sequence[int]) -> Callable[[], CommError]:
         beacon, label, seq = self._beacon, self.label, self.seq
         if beacon is None:
             return lambda: TransportError(f"{label!r} #{seq} failed: {reason}; no side channel to name a missing rank")
-        beacon.ask(reason, label, seq)
+        beacon.ask(reason, label, seq, absent)
         # The beacon answers in three heartbeats; when it cannot, the store's host is what is missing.
         if beacon.answered.wait(4 * self.settings.heartbeat_s + 3.0) and beacon.verdict is not None:
             verdict = beacon.verdict

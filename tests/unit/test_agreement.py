@@ -195,6 +195,13 @@ def test_the_rank_in_another_call_is_missing_from_this_one():
     assert decide_missing(ME, now, now, "x", "b", 5)["missing"] == [2, 3]
 
 
+def test_what_a_transport_saw_itself_counts():
+    now = _records()
+    verdict = decide_missing(ME, now, now, "not on the device", "replay", 5, absent=[2])
+    assert (verdict["missing"], verdict["states"]) == ([2], {"2": "alive"})
+    assert isinstance(error_from(verdict), RankTimeout)
+
+
 def test_nobody_missing_is_a_failure_of_the_transport():
     verdict = decide_missing(ME, _records(), _records(), "odd", "a", 5)
     error = error_from(verdict)
