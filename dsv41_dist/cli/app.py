@@ -26,11 +26,12 @@ app = typer.Typer(
 @app.command()
 def bench(
     ops: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="OP...", help="all_reduce, all_gather, all_gather_columns, reduce_scatter, broadcast, agree, seqpar"
+            metavar="OP...",
+            help="all_reduce, all_gather, all_gather_columns, reduce_scatter, broadcast, agree, seqpar",
         ),
-    ],
+    ] = None,
     min_bytes: Annotated[str, typer.Option("-b", "--minbytes", help="smallest size (8, 64K, 1M)")] = "1K",
     max_bytes: Annotated[str, typer.Option("-e", "--maxbytes", help="largest size")] = "1M",
     factor: Annotated[str, typer.Option("-f", "--stepfactor", help="factor between sizes")] = "4",
@@ -50,15 +51,30 @@ def bench(
     json_file: Annotated[str | None, typer.Option("--json", help="write results to FILE ('-': stdout)")] = None,
     plot: Annotated[str | None, typer.Option(help="draw FILE.png or FILE.svg")] = None,
     baseline: Annotated[str | None, typer.Option(help="fail below 0.9 times the speed in this results FILE")] = None,
+    routes: Annotated[bool, typer.Option("--routes", help="measure which transport is fastest at which size")] = False,
     flip_byte: Annotated[
         str | None, typer.Option(help="corrupt one byte of this rank's payload (tests the check)")
     ] = None,
 ) -> None:
     """Time collectives in isolation, checking every element. Exit 1 on any wrong one."""
-    from .bench import plan_bench
+    from .bench import plan_bench, plan_routes
     from .bench_run import run_bench
+    from .routes import run_routes
     from .session import run
 
+    if routes:
+        table_plan, place = plan_routes(
+            ranks=_ranks(ranks),
+            min_bytes=min_bytes,
+            max_bytes=max_bytes,
+            factor=factor,
+            transport=transport,
+            device=device,
+            json_file=json_file,
+        )
+        raise typer.Exit(run(place, run_routes, table_plan))
+    if not ops:
+        raise ArgumentError("OP: none given; name at least one operation, such as all_reduce (see bench --help)")
     plan, place = plan_bench(
         ops,
         ranks=_ranks(ranks),

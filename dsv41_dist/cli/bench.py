@@ -15,6 +15,7 @@ from typing import Any
 from ..comm.errors import ArgumentError
 from ..comm.transports.base import REDUCE_OPS
 from .ops import DTYPES, OPERATIONS, Case, check_case
+from .routes import RoutesPlan
 from .session import Place, choose_device, choose_place, choose_transport
 
 __all__ = ["BenchPlan", "parse_size", "plan_bench"]
@@ -84,10 +85,7 @@ def plan_bench(
     where = choose_device(device)
     carrier = choose_transport(transport, place.launcher, where)
     columns = _integer("--hidden", hidden, 1, 2**24)
-    low, high = parse_size("-b", min_bytes), parse_size("-e", max_bytes)
-    if low > high:
-        raise ArgumentError(f"-b {min_bytes!r}: it must not be above -e {max_bytes!r}")
-    step = _number("-f", factor)
+    sizes = _sizes(min_bytes, max_bytes, factor)
     rows = None if tokens is None else [_integer("--tokens", t, 1, 2**24) for t in tokens.split(",")]
     cases: list[Case] = []
     for op in ops:
@@ -100,8 +98,7 @@ def plan_bench(
                 elif rows is not None:
                     shapes = [(row, columns) for row in rows]
                 else:
-                    sizes = [low * step**k for k in range(int(math.log(high / low, step) + 1e-9) + 1)]
-                    shapes = [operation.shape(int(size), item, place.size, columns) for size in sizes]
+                    shapes = [operation.shape(size, item, place.size, columns) for size in sizes]
                 cases += [Case(op, r, c, name, red, place.size) for r, c in dict.fromkeys(shapes)]
     if dtype == "all":
         cases = [case for case in cases if OPERATIONS[case.op].takes_dtype(case.torch_dtype)]
@@ -112,14 +109,7 @@ def plan_bench(
         raise ArgumentError(f"-G {graphs!r}: CUDA graphs need a GPU; allowed on this device is 0")
     if launches and any(case.op == "agree" for case in cases):
         raise ArgumentError(f"-G {graphs!r}: agree is a host operation and cannot be captured; leave it out")
-    if plot_file is not None:
-        if Path(plot_file).suffix.lower() not in (".png", ".svg"):
-            raise ArgumentError(f"--plot {plot_file!r}: allowed is a file name ending in .png or .svg")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ArgumentError(f"--plot {plot_file!r}: matplotlib is missing: pip install 'dsv41-dist[plots]'")
-    for argument, file in (("--json", json_file), ("--plot", plot_file)):
-        if file is not None and file != "-" and not Path(file).resolve().parent.is_dir():
-            raise ArgumentError(f"{argument} {file!r}: its folder does not exist")
+    check_files(json_file, plot_file)
     if baseline is not None:
         read_results("--baseline", baseline)
     plan = BenchPlan(
@@ -137,6 +127,37 @@ def plan_bench(
         flip=None if flip is None else _integer("--flip-byte", flip, 0, place.size - 1),
     )
     return plan, place
+
+
+def plan_routes(
+    *,
+    ranks: int | None,
+    min_bytes: str,
+    max_bytes: str,
+    factor: str,
+    transport: str,
+    device: str,
+    json_file: str | None,
+) -> tuple[RoutesPlan, Place]:
+    """Check the arguments of `bench --routes`, as `plan_bench` does."""
+    place = choose_place(ranks)
+    where = choose_device(device)
+    carrier = choose_transport(transport, place.launcher, where)
+    beyond = ("peer",) if transport == "auto" and where == "cuda" else (carrier,)
+    check_files(json_file, None)
+    return RoutesPlan(place.launcher, where, beyond, _sizes(min_bytes, max_bytes, factor), json_file), place
+
+
+def check_files(json_file: str | None, plot_file: str | None) -> None:
+    """Raise ArgumentError for a file that cannot be written, before anything is measured for it."""
+    if plot_file is not None:
+        if Path(plot_file).suffix.lower() not in (".png", ".svg"):
+            raise ArgumentError(f"--plot {plot_file!r}: allowed is a file name ending in .png or .svg")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ArgumentError(f"--plot {plot_file!r}: matplotlib is missing: pip install 'dsv41-dist[plots]'")
+    for argument, file in (("--json", json_file), ("--plot", plot_file)):
+        if file is not None and file != "-" and not Path(file).resolve().parent.is_dir():
+            raise ArgumentError(f"{argument} {file!r}: its folder does not exist")
 
 
 def read_results(argument: str, file: str) -> dict[str, Any]:
@@ -173,6 +194,14 @@ def compare_with_baseline(rows: Sequence[dict[str, Any]], baseline: dict[str, An
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in ("op", "bytes", "dtype", "redop", "transport", "graph"))
+
+
+def _sizes(min_bytes: str, max_bytes: str, factor: str) -> tuple[int, ...]:
+    low, high = parse_size("-b", min_bytes), parse_size("-e", max_bytes)
+    if low > high:
+        raise ArgumentError(f"-b {min_bytes!r}: it must not be above -e {max_bytes!r}")
+    step = _number("-f", factor)
+    return tuple(int(low * step**k) for k in range(int(math.log(high / low, step) + 1e-9) + 1))
 
 
 def _reductions(op: str, redops: list[str]) -> list[str]:

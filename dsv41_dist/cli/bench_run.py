@@ -59,9 +59,7 @@ def _refuse_missing_transport(comm: Any, transport: str) -> None:
     from ..comm import TransportUnavailable
 
     if transport not in comm.transports:
-        raise TransportUnavailable(
-            transport, "it did not connect on every rank, and a benchmark of it would be of another"
-        )
+        raise TransportUnavailable(transport, "it did not connect on every rank (the warning above says why)")
 
 
 def _run_case(comm: Any, plan: BenchPlan, case: Case) -> dict[str, Any] | None:

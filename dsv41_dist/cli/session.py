@@ -83,6 +83,10 @@ def choose_transport(transport: str, launcher: str, device: str) -> str:
         raise ArgumentError(f"--transport {transport!r}: allowed is auto, {', '.join(TRANSPORTS)}")
     if transport == "mpi" and launcher != "mpirun":
         raise ArgumentError(f"--transport 'mpi': the ranks are started by {launcher}; start them with mpirun")
+    if transport == "peer" and device != "cuda":
+        raise ArgumentError(
+            f"--transport 'peer': it is for GPUs, the device is {device}; allowed is process_group, mpi"
+        )
     if transport == "auto":
         return "mpi" if launcher == "mpirun" and device == "cpu" else "process_group"
     return transport

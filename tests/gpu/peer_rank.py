@@ -227,8 +227,9 @@ def withheld(ranks: Ranks) -> None:
         graph.replay()  # too late: it ends at once
         torch.cuda.synchronize()
         assert comm.transports["peer"]._device.poisoned()
-        with pytest.raises(CommError, match="rank 1"):
+        with pytest.raises(RankTimeout, match="rank 1") as late:
             comm.check()
+        assert late.value.missing == [1]
     said: list[object] = [None] * ranks.size
     dist.all_gather_object(said, ranks.rank, group=ranks.cpu_group)
     assert said == list(range(ranks.size))

@@ -130,6 +130,16 @@ def test_a_baseline_fails_below_nine_tenths(tmp_path):
     assert "of the baseline's speed" in done.stderr
 
 
+def test_routes_are_measured_printed_and_saved(tmp_path):
+    file = tmp_path / "routes.json"
+    done = cli("bench", "--routes", "--ranks", "2", "-b", "1K", "-e", "4K", "--json", file)
+    assert done.returncode == 0, done.stderr
+    assert "everything else" in done.stdout
+    saved = json.loads(file.read_text())
+    assert saved["hardware"]["world"] == "2"
+    assert len(saved["rows"]) == 5 * 2
+
+
 def test_bench_under_mpirun_over_mpi_and_over_gloo():
     for transport in ("mpi", "process_group"):
         done = mpirun(2, "-m", "dsv41_dist", "bench", "all_reduce", "-b", "1K", "-e", "1K", "--transport", transport)
@@ -153,6 +163,8 @@ BAD = {
         ["bench", "all_reduce", "--transport", "mpi"],
         "--transport 'mpi': the ranks are",
     ),
+    "peer without GPUs": (["bench", "all_reduce", "--transport", "peer", "--device", "cpu"], "'peer': it is for GPUs"),
+    "no operation": (["bench"], "OP: none given"),
     "no ranks": (["bench", "all_reduce", "--ranks", "0"], "--ranks 0: allowed is 1 to 16"),
     "too many ranks": (["preflight", "--ranks", "17"], "--ranks 17: allowed is 1 to 16"),
     "ranks in words": (["preflight", "--ranks", "four"], "--ranks 'four': allowed is an integer"),
