@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 from typing import Any, NoReturn
 
@@ -47,7 +48,10 @@ class Group:
             refuse(f"the ranks of the TP group do not agree at {label}:\n" + "\n".join(lines), _TODO)
 
     def close(self) -> None:
-        self._communicator.close()
+        """Stop the side channel. Also run at exit: its thread must not meet an interpreter that is being torn down."""
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.close()
 
 
 def form(tp_group: Any, timeout_s: float) -> Group:
@@ -58,9 +62,11 @@ def form(tp_group: Any, timeout_s: float) -> Group:
     settings = CommSettings(init_timeout_s=timeout_s, timeout_s=timeout_s)
     try:
         ranks = Ranks.from_object(tp_group)
-        return Group(Communicator.create(ranks, settings=settings), ranks.rank, ranks.size)
+        group = Group(Communicator.create(ranks, settings=settings), ranks.rank, ranks.size)
     except CommError as error:
         refuse_group("boot:group", error)
+    atexit.register(group.close)
+    return group
 
 
 def refuse_group(label: str, error: Exception) -> NoReturn:
