@@ -35,7 +35,7 @@ for module in (stock_module, live_module):
 
 gate = stock_module.moe_fused_gate
 stock = gate
-while hasattr(stock, "__wrapped__") and "dsv41_dist" in stock.__code__.co_filename:
+while hasattr(stock, "__wrapped__") and "dsv41_dist/adapters" in stock.__code__.co_filename:
     stock = stock.__wrapped__
 
 

@@ -69,7 +69,7 @@ def worker_init(module, attributes: dict, mode: str = "static", seed: int = 7):
         "_hosts_draft": True,
         "_verify_planner": planner,
         "_verify_epilogue": None,
-        "_proposer": None,
+        "_draft_model": None,
         "device": "cpu",
         "gamma": STRIDE - 1,
         "verify_num_draft_tokens": STRIDE,
@@ -79,15 +79,19 @@ def worker_init(module, attributes: dict, mode: str = "static", seed: int = 7):
     def stock(self) -> None:
         self.__dict__.update(fields | attributes)
 
-    # Every layer calls the one below through its closure; the last is swapped by its code's cell.
-    layer = init
-    while hasattr(layer.__wrapped__, "__wrapped__"):
-        layer = layer.__wrapped__
-    names = layer.__code__.co_freevars
-    layer.__closure__[names.index("original")].cell_contents = stock
+    swap_innermost(init, stock)
     with configured():
         init(worker)
     return worker
+
+
+def swap_innermost(wrapper, function) -> None:
+    """Put `function` where the innermost of our wrappers calls the engine's own: each calls the one below through its
+    closure."""
+    while "dsv41_dist/adapters" in wrapper.__wrapped__.__code__.co_filename:
+        wrapper = wrapper.__wrapped__
+    names = wrapper.__code__.co_freevars
+    wrapper.__closure__[names.index("original")].cell_contents = function
 
 
 class configured:
@@ -102,7 +106,9 @@ class configured:
             (utils, "get_moe_a2a_backend"),
         )]  # fmt: skip
         runtime_context.get_parallel = lambda: SimpleNamespace(attn_dp_enabled=False, tp_rank=0)
-        runtime_context.get_exec = lambda: SimpleNamespace(kernel=SimpleNamespace(enable_nvidia_megakernel=False))
+        graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=[1, 2, 4])))
+        kernel = SimpleNamespace(enable_nvidia_megakernel=False)
+        runtime_context.get_exec = lambda: SimpleNamespace(kernel=kernel, graph=graph)
         runtime_context.get_spec = lambda: SimpleNamespace(speculative_use_block_verification=False)
         utils.get_moe_a2a_backend = lambda: utils.MoeA2ABackend.NONE
         return self

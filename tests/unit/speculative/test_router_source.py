@@ -61,8 +61,7 @@ def test_a_folder_that_others_can_write_to_is_refused(temporary, kind):
 def test_a_module_that_fails_leaves_nothing_behind(temporary):
     with pytest.raises(ZeroDivisionError):
         source.load(stand_in("1 / 0\n"))
-    assert not any(name.startswith("dsv41_dist_moe_fused_gate_live_") and getattr(m, "VALUE", 0) == 7
-                   and not hasattr(m, "__file__") for name, m in sys.modules.items())  # fmt: skip
+    assert not any(str(temporary) in str(getattr(module, "__file__", "")) for module in list(sys.modules.values()))
     with pytest.raises(ZeroDivisionError):
         source.load(stand_in("1 / 0\n"))
 

@@ -1,0 +1,137 @@
+"""Live rows and row copies: the twins by definition, the kernels by the twins, and the state that graphs bake in."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv41_dist.adapters._speculative_live import LiveState
+from dsv41_dist.kernels.verify_cap import copy_rows, live_rows, live_rows_torch, source_rows
+
+NAN = math.nan
+VALUES = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1.0, NAN]), st.floats(0, 1, width=32))
+
+
+def by_definition(confidence, thresholds) -> list[int]:
+    out = []
+    for row in confidence:
+        length = 1
+        for j, threshold in enumerate(thresholds, start=2):
+            if not row[j - 1] >= threshold:
+                break
+            length = j
+        out.append(length + 1)
+    return out
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.integers(1, 6))
+def test_live_rows_by_definition_and_causal(data, gamma):
+    confidence = data.draw(st.lists(st.lists(VALUES, min_size=gamma, max_size=gamma), min_size=1, max_size=4))
+    thresholds = data.draw(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=gamma - 1, max_size=gamma - 1))
+    out = torch.zeros(len(confidence), dtype=torch.int32)
+    got = live_rows(torch.tensor(confidence), torch.tensor(thresholds), out).tolist()
+    # Thresholds and confidences are compared in float32, as on the device.
+    wanted = by_definition(torch.tensor(confidence).tolist(), torch.tensor(thresholds).tolist())
+    assert got == wanted
+    assert all(2 <= rows <= gamma + 1 for rows in got)
+    # Column c follows from x_1..x_c: columns from j on must not move [L >= i] for i <= j.
+    for j in range(1, gamma):
+        changed = torch.tensor(confidence)
+        changed[:, j:] = data.draw(VALUES)
+        again = live_rows(changed, torch.tensor(thresholds), torch.zeros_like(out)).tolist()
+        assert [min(rows - 1, j) for rows in again] == [min(rows - 1, j) for rows in got]
+
+
+def routing(rows, k, seed, wide):
+    gen = torch.Generator().manual_seed(seed)
+    weights = torch.rand(rows, k + wide, generator=gen)[:, :k]
+    ids = torch.randint(-1, 384, (rows, k), generator=gen, dtype=torch.int32)
+    return weights, ids, torch.randint(0, 1 << 30, (rows, k), generator=gen, dtype=torch.int32)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 30), st.booleans())
+def test_dead_rows_take_their_anchor_s_routing_and_nothing_else_moves(live, in_use, packed):
+    stride, k = 6, 4
+    weights, ids, third = routing(len(live) * stride, k, len(live), 0)
+    before = [weights.clone(), ids.clone(), third.clone()]
+    copy_rows(
+        weights, ids, third if packed else None, torch.tensor(live, dtype=torch.int32), stride, torch.tensor(in_use)
+    )
+    for row in range(len(weights)):
+        dead = row % stride >= live[row // stride] and row < in_use
+        source = row - row % stride if dead else row
+        assert torch.equal(weights[row], before[0][source])
+        assert torch.equal(ids[row], before[1][source])
+        assert torch.equal(third[row], before[2][source if packed else row])
+
+
+def test_arguments_that_do_not_fit():
+    good = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="thresholds has 3 elements: allowed is 4 for 5 drafts"):
+        live_rows(torch.zeros(2, 5), torch.zeros(3), good)
+    with pytest.raises(ValueError, match=r"out is torch\.int64"):
+        live_rows(torch.zeros(2, 5), torch.zeros(4), good.long())
+    weights, ids, _ = routing(11, 4, 0, 0)
+    with pytest.raises(ValueError, match="weights has 11 rows: allowed is 2 requests x 6 rows"):
+        copy_rows(weights, ids, None, good, 6)
+
+
+def test_the_live_kernel_is_the_twin(interpreter):
+    from dsv41_dist.kernels.verify_cap_triton import launch_live_rows
+
+    gen = torch.Generator().manual_seed(0)
+    for gamma in (1, 2, 5):
+        confidence = torch.rand(40, gamma + 2, generator=gen)[:, :gamma]
+        confidence[::7] = NAN
+        thresholds = torch.rand(gamma - 1, generator=gen)
+        if gamma > 1:
+            confidence[3, 1] = thresholds[0]
+        out = [torch.zeros(40, dtype=torch.int32) for _ in range(2)]
+        assert torch.equal(
+            launch_live_rows(confidence, thresholds, out[0]), live_rows_torch(confidence, thresholds, out[1])
+        )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("in_use", [None, 18])
+def test_the_copy_kernel_is_the_twin(interpreter, packed, in_use):
+    from dsv41_dist.kernels.verify_cap import copy_rows_torch
+    from dsv41_dist.kernels.verify_cap_triton import launch_copy_rows
+
+    live = torch.tensor([1, 4, 6, 2], dtype=torch.int32)
+    rows = None if in_use is None else torch.tensor(in_use, dtype=torch.int32)
+    sides = []
+    for copy in (launch_copy_rows, copy_rows_torch):
+        weights, ids, third = routing(24, 6, 1, 2)
+        copy(weights, ids, third if packed else None, live, 6, rows)
+        sides.append((weights.clone(), ids, third))
+    assert all(torch.equal(a, b) for a, b in zip(*sides, strict=True))
+    assert torch.equal(source_rows(live, 6)[:6], torch.zeros(6, dtype=torch.int64))
+
+
+def test_a_gate_routes_by_live_rows_only_inside_the_scope_and_at_its_size():
+    live = LiveState()
+    with pytest.raises(RuntimeError, match="before the DSpark worker was built"):
+        live.rows(1)
+    live.allocate(4, 6, 6, "cpu")
+    assert live.of(24) is None
+    with live.scope(2):
+        assert live.of(13) is None
+        assert live.of(24) is None
+        assert live.of(12).data_ptr() == live.buffer.data_ptr()
+        assert live.routed == 1
+    assert live.of(12) is None
+    with pytest.raises(KeyError), live.scope(1):
+        raise KeyError
+    assert live.of(6) is None
+    # A batch larger than any graph has rows of its own, and keeps them from the draft to the accept.
+    large = live.rows(9)
+    large.fill_(3)
+    assert live.rows(9).tolist() == [3] * 9
+    assert live.buffer.tolist() == [6] * 4
