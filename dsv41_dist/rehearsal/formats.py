@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["BLOCK", "decode_block_fp8", "decode_mxfp4", "decode_row_fp8", "encode_block_fp8", "encode_mxfp4", "encode_row_fp8"]
+__all__ = [
+    "BLOCK",
+    "decode_block_fp8",
+    "decode_mxfp4",
+    "decode_row_fp8",
+    "encode_block_fp8",
+    "encode_mxfp4",
+    "encode_row_fp8",
+    "pack_e2m1",
+]
 
 BLOCK = 32
 _E4M3_MAX = 448.0
@@ -60,14 +69,17 @@ def encode_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     groups = weight.float().reshape(n, k // BLOCK, BLOCK)
     exponent = _exponent(groups.abs().amax(-1), _E2M1[-1])
     scaled = groups * torch.exp2(-exponent).unsqueeze(-1)
-    table = torch.tensor(_E2M1)
-    middle = (table[1:] + table[:-1]) / 2
-    magnitude = scaled.abs()
+    return pack_e2m1(scaled.reshape(n, k)), torch.exp2(exponent).to(torch.float8_e8m0fnu)
+
+
+def pack_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """[..., k] float -> int8 [..., k/2]: the nearest E2M1 codes, ties to the even one, clipped to +-6."""
+    middle = (torch.tensor(_E2M1[1:]) + torch.tensor(_E2M1[:-1])) / 2
+    magnitude = values.abs().contiguous()
     down, up = torch.bucketize(magnitude, middle), torch.bucketize(magnitude, middle, right=True)
     code = torch.where((down != up) & (down % 2 == 1), up, down)
-    code = (code + 8 * (scaled < 0)).to(torch.uint8).reshape(n, k)
-    packed = code[:, 0::2] | (code[:, 1::2] << 4)
-    return packed.view(torch.int8), torch.exp2(exponent).to(torch.float8_e8m0fnu)
+    code = (code + 8 * torch.signbit(values)).to(torch.uint8)
+    return (code[..., 0::2] | (code[..., 1::2] << 4)).view(torch.int8)
 
 
 def decode_mxfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

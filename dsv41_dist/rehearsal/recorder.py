@@ -37,7 +37,7 @@ _files: dict[int, Any] = {}
 
 def _write(runner: Any, batch: Any, output: Any) -> None:
     logits = getattr(getattr(output, "logits_output", output), "next_token_logits", None)
-    rank = int(runner.tp_rank)
+    rank = _rank()
     if rank not in _files:
         _files[rank] = open(os.path.join(os.environ[RECORD], f"rank{rank}.jsonl"), "a")  # noqa: SIM115
         atexit.register(_files[rank].close)
@@ -51,6 +51,12 @@ def _write(runner: Any, batch: Any, output: Any) -> None:
     }
     _files[rank].write(json.dumps(entry) + "\n")
     _files[rank].flush()
+
+
+def _rank() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().tp_rank)
 
 
 def _digest(row: Any) -> str:

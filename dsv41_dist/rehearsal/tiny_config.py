@@ -35,7 +35,7 @@ class TinyConfig:
     kv_sources: tuple[int, ...] = (1, 3)
     index_sources: tuple[int, ...] = (1, 3, 5)
     candidate_source: int = 3
-    candidate_blocks: int = 16
+    candidate_blocks: int = 64
     candidate_block: int = 8
     index_heads: int = 8
     index_dim: int = 128

@@ -56,7 +56,7 @@ class _Draw:
 def tensors(config: TinyConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the checkpoint as (published name, tensor)."""
     draw = _Draw(seed)
-    yield "embed.weight", draw.normal("embed", config.vocab, config.hidden, std=0.3).to(_BF16)
+    yield "embed.weight", draw.normal("embed", config.vocab, config.hidden, std=1.0).to(_BF16)
     yield "head.weight", draw.matrix("head", config.vocab, config.hidden, 4.0).to(_BF16)
     yield draw.norm("norm", config.hidden)
     for layer in range(config.layers):
@@ -72,9 +72,9 @@ def _decoder(config: TinyConfig, draw: _Draw, at: str) -> Iterator[tuple[str, to
     yield from draw.fp8(f"{at}.attn.wkv", dim, hidden)
     yield draw.norm(f"{at}.attn.q_norm", config.q_lora_rank)
     yield draw.norm(f"{at}.attn.kv_norm", dim)
-    yield from draw.fp8(f"{at}.attn.wq_b", heads * dim, config.q_lora_rank, 3.0)
+    yield from draw.fp8(f"{at}.attn.wq_b", heads * dim, config.q_lora_rank, 2.0)
     yield from draw.fp8(f"{at}.attn.wo_a", config.o_groups * config.o_lora_rank, heads * dim // config.o_groups)
-    yield from draw.fp8(f"{at}.attn.wo_b", hidden, config.o_groups * config.o_lora_rank, 2.0)
+    yield from draw.fp8(f"{at}.attn.wo_b", hidden, config.o_groups * config.o_lora_rank, 0.7)
     yield f"{at}.attn.attn_sink", draw.normal(f"{at}.attn.attn_sink", heads, std=0.5)
     yield draw.norm(f"{at}.attn_norm", hidden)
     yield draw.norm(f"{at}.ffn_norm", hidden)
@@ -89,11 +89,11 @@ def _decoder(config: TinyConfig, draw: _Draw, at: str) -> Iterator[tuple[str, to
         name = f"{at}.ffn.experts.{expert}"
         yield from draw.fp4(f"{name}.w1", config.expert_width, hidden, 1.5)
         yield from draw.fp4(f"{name}.w3", config.expert_width, hidden, 1.5)
-        yield from draw.fp4(f"{name}.w2", hidden, config.expert_width, 1.0)
+        yield from draw.fp4(f"{name}.w2", hidden, config.expert_width, 0.5)
     name = f"{at}.ffn.shared_experts"
     yield from draw.fp8(f"{name}.w1", config.expert_width, hidden, 1.5)
     yield from draw.fp8(f"{name}.w3", config.expert_width, hidden, 1.5)
-    yield from draw.fp8(f"{name}.w2", hidden, config.expert_width)
+    yield from draw.fp8(f"{name}.w2", hidden, config.expert_width, 0.5)
 
 
 def _sources(config: TinyConfig, draw: _Draw, layer: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import decode_block_fp8, decode_row_fp8, encode_row_fp8
+from ..formats import decode_block_fp8, decode_row_fp8, encode_row_fp8, pack_e2m1
 
-__all__ = ["block_fp8_linear", "expert_mlp", "key_norm_rope", "pack_pages", "rotate_", "silu_mul_clamp"]
+__all__ = [
+    "block_fp8_linear",
+    "expert_mlp",
+    "index_key_codes",
+    "key_norm_rope",
+    "mix_streams",
+    "order_free_product",
+    "pack_index_keys",
+    "pack_pages",
+    "rotate_",
+    "silu_mul_clamp",
+    "split_sinkhorn",
+]
 
 _NOPE, _ROPE, _TILE = 448, 64, 64
 _ROW = _NOPE + 2 * _ROPE  # bytes of a row's codes and its bf16 tail
+_GRID = 16.0
 _SCALES = 8  # bytes of a row's scales: seven and one of padding
 
 
 def block_fp8_linear(
-    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, group: int = 32, weight: torch.Tensor | None = None
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    group: int = 32,
+    weight: torch.Tensor | None = None,
+    order_free: bool = False,
 ) -> torch.Tensor:
     """x [..., k] times the transposed block-fp8 weight [n, k], in x's dtype.
 
@@ -26,7 +44,20 @@ def block_fp8_linear(
     rows = decode_row_fp8(*encode_row_fp8(x.reshape(-1, x.shape[-1])))
     if weight is None:
         weight = decode_block_fp8(codes, scale)
-    return (rows @ weight.t()).to(x.dtype).reshape(*x.shape[:-1], codes.shape[0])
+    out = order_free_product(rows, weight) if order_free else rows @ weight.t()
+    return out.to(x.dtype).reshape(*x.shape[:-1], codes.shape[0])
+
+
+def order_free_product(x: torch.Tensor, weight: torch.Tensor, share: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """x [m, k] times weight [n, k] transposed, times share [m, 1]: the same bits however k is split over ranks.
+
+    The products of 32 columns are summed in fp32 and rounded to multiples of 1/16. Sums of such multiples are exact in
+    fp32, and in bf16 below 16 (8 when the engine multiplies them by 1.5), so neither a rank's share of the groups nor the order of an all-reduce changes a bit.
+    """
+    groups = torch.bmm(
+        x.unflatten(-1, (-1, 32)).transpose(0, 1), weight.unflatten(-1, (-1, 32)).permute(1, 2, 0)
+    )  # [k / 32, m, n]
+    return torch.round(groups * (share * _GRID)).sum(0) / _GRID
 
 
 def expert_mlp(
@@ -36,17 +67,23 @@ def expert_mlp(
     weights: torch.Tensor,
     ids: torch.Tensor,
     limit: float | None,
+    order_free: bool = False,
 ) -> torch.Tensor:
     """Routed experts: sum over a row's experts of weight * w2(silu(gate) * up).
 
     x [m, h]; w13 fp32 [e, 2 * i, h] with the gate's rows first; w2 fp32 [e, h, i]; weights [m, k] and ids [m, k], where
-    an id below zero is none. A row's sum is taken in the order of its k slots. Returns x's dtype.
+    an id below zero is none. A row's sum is taken in the order of its k slots. Returns x's dtype. `order_free`: see
+    order_free_product.
     """
     out = torch.zeros(x.shape[0], ids.shape[1], w2.shape[1])
     for expert in torch.unique(ids[ids >= 0]).tolist():
         rows, slots = (ids == expert).nonzero(as_tuple=True)
         hidden = silu_mul_clamp(x[rows].float() @ w13[expert].t(), limit)
-        out[rows, slots] = (hidden @ w2[expert].t()) * weights[rows, slots, None].float()
+        share = weights[rows, slots, None].float()
+        if order_free:
+            out[rows, slots] = order_free_product(hidden, w2[expert], share)
+        else:
+            out[rows, slots] = (hidden @ w2[expert].t()) * share
     return out.sum(1).to(x.dtype)
 
 
@@ -94,3 +131,57 @@ def pack_pages(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, page_s
     cache[page.unsqueeze(1), offset.unsqueeze(1) * _ROW + torch.arange(_ROW)] = row
     at = page_size * _ROW + offset.unsqueeze(1) * _SCALES + torch.arange(exponent.shape[1])
     cache[page.unsqueeze(1), at] = (exponent + 127).to(torch.uint8)
+
+
+def split_sinkhorn(
+    mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, hc: int, iterations: int, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hyper-connection mixes [..., (2 + hc) * hc] -> pre [..., hc], post [..., hc], comb [..., hc, hc], mixes' dtype.
+
+    pre = sigmoid + eps, post = 2 * sigmoid, comb: softmax of rows, then `iterations` Sinkhorn steps (manifold-constrained
+    hyper-connections, the V4 report).
+    """
+    pre, post, comb = mixes.float().split([hc, hc, hc * hc], dim=-1)
+    base_pre, base_post, base_comb = base.float().split([hc, hc, hc * hc])
+    scale = scale.float()
+    pre = torch.sigmoid(pre * scale[0] + base_pre) + eps
+    post = 2 * torch.sigmoid(post * scale[1] + base_post)
+    comb = (comb * scale[2] + base_comb).unflatten(-1, (hc, hc)).softmax(-1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return pre.to(mixes.dtype), post.to(mixes.dtype), comb.to(mixes.dtype)
+
+
+def mix_streams(x: torch.Tensor, pre: torch.Tensor, hc: int) -> torch.Tensor:
+    """x [m, hc * h] and pre [m, hc] -> fp32 [m, h]: sum over the streams of pre * x, in stream order."""
+    streams = x.float().unflatten(-1, (hc, -1))
+    total = torch.zeros(x.shape[0], streams.shape[-1])
+    for stream in range(hc):
+        total += pre[:, stream, None].float() * streams[:, stream]
+    return total
+
+
+def index_key_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index rows [n, 128] -> E2M1 codes int8 [n, 64] and four ue8m0 exponents in an int32 [n], rounded to even."""
+    groups = x.float().unflatten(-1, (4, 32))
+    exponent = _power((groups.abs().amax(-1) / 6.0).clamp(min=1.0e-4))  # the engine's floor of a scale
+    codes = pack_e2m1((groups * torch.exp2(-exponent).unsqueeze(-1)).flatten(-2))
+    bits = (exponent + 127).to(torch.int64)
+    packed = bits[:, 0] | bits[:, 1] << 8 | bits[:, 2] << 16 | bits[:, 3] << 24
+    return codes, torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def pack_index_keys(codes: torch.Tensor, scales: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, page: int) -> None:
+    """Write index rows at `slots` of `cache`, uint8 [pages, page * 68]: all codes of a page first, then its scales."""
+    where, offset = slots.long() // page, slots.long() % page
+    cache[where[:, None], offset[:, None] * 64 + torch.arange(64)] = codes.view(torch.uint8)
+    at = page * 64 + offset[:, None] * 4 + torch.arange(4)
+    cache[where[:, None], at] = scales.view(torch.uint8).view(-1, 4)
+
+
+def _power(value: torch.Tensor) -> torch.Tensor:
+    """Smallest integer e with value <= 2**e, as float."""
+    mantissa, exponent = torch.frexp(value)
+    return torch.where(mantissa == 0.5, exponent - 1, exponent).float()

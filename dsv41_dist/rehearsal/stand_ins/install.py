@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["AfterImport", "install"]
+from ...engine.rebind import rebind
+
+__all__ = ["ORDER_FREE", "AfterImport", "install"]
 
 
 class AfterImport:
@@ -24,7 +27,11 @@ class AfterImport:
     def add(self, name: str, change: Callable[[Any], None]) -> None:
         """Change module `name` now if it is imported, else when it will be."""
         if name in sys.modules:
-            change(sys.modules[name])
+            module = sys.modules[name]
+            before = dict(vars(module))
+            change(module)
+            # Modules that were imported before have copies of what was replaced.
+            rebind([(before[key], new) for key, new in vars(module).items() if before.get(key, new) is not new])
         else:
             self.changes[name] = change
 
@@ -65,15 +72,19 @@ class _Loader:
         self._change(module)
 
 
+ORDER_FREE = "REHEARSAL_ORDER_FREE"
+
+
+def order_free() -> bool:
+    """Whether sums are made independent of their order, so that tensor-parallel sizes can be compared."""
+    return os.environ.get(ORDER_FREE) == "1"
+
+
 def _replace(owner: Any, name: str, new: Any) -> None:
     """Put `new` at owner.name; it says what it replaces, which an adapter's live check follows."""
     old = getattr(owner, name)
     functools.update_wrapper(new, old)
     setattr(owner, name, new)
-    if isinstance(owner, types.ModuleType):
-        from ...engine.rebind import rebind
-
-        rebind([(old, new)])
 
 
 def install() -> None:
@@ -94,7 +105,10 @@ def install() -> None:
     after.add("sglang.srt.configs.update_config", _config_padding)
     after.add("sglang.srt.layers.quantization.fp8_utils", _fp8_linear)
     after.add("sglang.srt.layers.quantization.fp8", _experts)
-    after.add("sglang.kernels.ops.layernorm.mhc", _sinkhorn)
+    after.add("sglang.kernels.ops.layernorm.mhc", _mhc)
+    after.add("sglang.kernels.ops.attention.flash_mla_sm120", _gather)
+    after.add("sglang.kernels.ops.quantization.fp4_indexer_quant", _index_codes)
+    after.add("sglang.kernels.ops.kvcache.dsv4_fp4_index_k_cache", _index_cache)
     from ..recorder import watch
 
     watch(after)
@@ -136,9 +150,51 @@ def _rope_factory(module: Any) -> None:
     _replace(module, "get_rope_cpu", get_rope_cpu)
 
 
-def _sinkhorn(module: Any) -> None:
-    # The tilelang kernel's other implementation is the engine's own Triton port, chosen on this platform.
-    module.is_gfx1250_supported = lambda: True
+def _mhc(module: Any) -> None:
+    from .formulas import mix_streams, split_sinkhorn
+
+    def hc_split_sinkhorn(
+        mixes: Any, hc_scale: Any, hc_base: Any, hc_mult: int = 4, sinkhorn_iters: int = 20, eps: float = 1e-6
+    ) -> Any:
+        return split_sinkhorn(mixes, hc_scale, hc_base, hc_mult, sinkhorn_iters, eps)
+
+    def mhc_combine(x_flat: Any, pre: Any, hc: int, out_dtype: Any) -> Any:
+        return mix_streams(x_flat, pre, hc).to(out_dtype)
+
+    _replace(module, "hc_split_sinkhorn", hc_split_sinkhorn)
+    _replace(module, "mhc_combine", mhc_combine)
+
+
+def _gather(module: Any) -> None:
+    stock = module._gather_and_dequant
+
+    def _gather_and_dequant(k_cache: Any, indices: Any, page_size: int) -> Any:
+        # Rows of a prefill share most of their keys: each key is decoded once, by the engine's own code.
+        keys, where = indices.unique(return_inverse=True)
+        return stock(k_cache, keys, page_size)[where]
+
+    _replace(module, "_gather_and_dequant", _gather_and_dequant)
+
+
+def _index_codes(module: Any) -> None:
+    from .formulas import index_key_codes
+
+    stock = module.quantize_fp4_indexer_tensor
+
+    def quantize_fp4_indexer_tensor(x: Any, rne: bool = False) -> Any:
+        return index_key_codes(x.reshape(-1, x.shape[-1])) if rne else stock(x, rne)
+
+    _replace(module, "quantize_fp4_indexer_tensor", quantize_fp4_indexer_tensor)
+
+
+def _index_cache(module: Any) -> None:
+    from .formulas import pack_index_keys
+
+    def store_fp4_index_k_cache(input: Any, cache: Any, loc: Any, *, page_size: int, rne: bool = False) -> None:
+        codes, scales = module.quantize_fp4_indexer_tensor(input.contiguous(), rne=rne)
+        pack_index_keys(codes, scales, cache, loc, page_size)
+
+    _replace(module, "store_fp4_index_k_cache", store_fp4_index_k_cache)
 
 
 def _fp8_linear(module: Any) -> None:
@@ -165,7 +221,7 @@ def _fp8_linear(module: Any) -> None:
             decoded = decode_block_fp8(weight.data, weight_scale.data)
             if hasattr(weight, "weight_loader"):  # a parameter, which lives as long as the model
                 weight._rehearsal_decoded = decoded
-        out = block_fp8_linear(input, weight, weight_scale, block_size[1], decoded)
+        out = block_fp8_linear(input, weight, weight_scale, block_size[1], decoded, order_free())
         return out if bias is None else out + bias
 
     _replace(module, "triton_w8a8_block_fp8_linear", triton_w8a8_block_fp8_linear)
@@ -205,6 +261,7 @@ def _experts(module: Any) -> None:
             weights,
             ids,
             self.moe_runner_config.swiglu_limit,
+            order_free(),
         )
         return StandardCombineInput(hidden_states=out)
 
