@@ -1,6 +1,6 @@
 """Stand-in for torchvision where its binary does not fit the installed torch: enough for `import sglang`, no more.
 
-SGLang imports it for image inputs, which no test here uses. Whatever is called raises.
+SGLang imports it for image inputs, which nothing here uses. Whatever is called raises.
 """
 
 from . import io, transforms

@@ -1,0 +1,3 @@
+from sglang.srt.models.deepseek_v4_dspark import EntryClass
+
+__all__ = ["EntryClass"]

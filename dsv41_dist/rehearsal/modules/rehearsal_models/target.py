@@ -1,0 +1,3 @@
+from sglang.srt.models.deepseek_v4 import EntryClass
+
+__all__ = ["EntryClass"]

@@ -1,0 +1,107 @@
+"""The engine's first process: starts the offline engine, sends the stages, writes what came back. Run by run.py.
+
+    python -m dsv41_dist.rehearsal.worker FOLDER
+
+FOLDER holds boot.json; it receives events.jsonl (progress), and rank<N>.jsonl from the ranks themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from .settings import Boot, Stage
+
+__all__ = ["main", "server_arguments"]
+
+
+def server_arguments(boot: Boot) -> dict[str, Any]:
+    """ServerArgs of the rehearsal, as the engine spells them."""
+    arguments: dict[str, Any] = {
+        "model_path": boot.checkpoint,
+        "device": "cpu",
+        "tp_size": boot.tp,
+        "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
+        "max_running_requests": 16,
+        "max_total_tokens": 8192,
+        "context_length": 2048,
+        "chunked_prefill_size": 256,
+        "random_seed": 1,
+        "sampling_backend": "pytorch",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "watchdog_timeout": 600,
+    }
+    if boot.speculative:
+        arguments["speculative_algorithm"] = "DSPARK"
+    return arguments
+
+
+class _Events:
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / "events.jsonl").open("a")
+        self._start = time.monotonic()
+
+    def say(self, event: str, **more: Any) -> None:
+        entry = {"event": event, "seconds": round(time.monotonic() - self._start, 2), **more}
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+
+
+def main(folder: Path) -> None:
+    events = _Events(folder)
+    boot = Boot.from_json(json.loads((folder / "boot.json").read_text()))
+    import sglang
+
+    engine = sglang.Engine(**server_arguments(boot))
+    events.say("ready", ranks=_schedulers(), version=sglang.__version__)
+    for stage in boot.stages:
+        tokens, cached = engine.loop.run_until_complete(_together(engine, stage))
+        events.say("stage", name=stage.name, tokens=tokens, cached=cached)
+    events.say("done")
+    engine.shutdown()
+    events.say("shut down")
+
+
+async def _together(engine: Any, stage: Stage) -> tuple[list[list[int]], list[int]]:
+    """Output ids and cached prompt rows, by prompt. The requests are held until all are with the scheduler, so that the
+    batches, and with them every byte, are the same in every run."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    manager = engine.tokenizer_manager
+    sampling = {"max_new_tokens": stage.new_tokens, "temperature": 0.0, "ignore_eos": True}
+    manager.auto_create_handle_loop()
+    # Straight to the scheduler: the manager's own pause would hold the requests back here.
+    await manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
+    tasks = []
+    for number, prompt in enumerate(stage.prompts, 1):
+        tasks.append(asyncio.create_task(engine.async_generate(input_ids=list(prompt), sampling_params=sampling)))
+        while len(manager.rid_to_state) < number and not tasks[-1].done():
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.02)
+    await manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
+    answers = await asyncio.gather(*tasks)
+    answers = [answer[0] if isinstance(answer, list) else answer for answer in answers]
+    return [a["output_ids"] for a in answers], [int(a["meta_info"]["cached_tokens"]) for a in answers]
+
+
+def _schedulers() -> dict[str, int]:
+    """Rank -> process id of the engine's scheduler processes, by the title they give themselves."""
+    import psutil
+
+    found: dict[str, int] = {}
+    for child in psutil.Process().children(recursive=True):
+        title = " ".join(child.cmdline())
+        if "sglang::scheduler" in title:
+            rank = title.partition("_TP")[2].strip() or "0"
+            found[rank.split("_")[0]] = child.pid
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
