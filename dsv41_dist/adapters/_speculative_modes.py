@@ -34,6 +34,7 @@ class Facts(NamedTuple):
     mega_gate: bool = False  # SGLANG_OPT_DEEPGEMM_MEGA_GATE
     mega_moe: bool = False  # --moe-a2a-backend megamoe
     megakernel: bool = False  # --enable-nvidia-megakernel
+    plan_synced: bool = True  # SGLANG_SPEC_TP_SYNC has dspark-plan, or there is one rank
     escaped_layers: tuple[int, ...] = ()  # target layers whose router is not a gate that is patched
 
 
@@ -172,10 +173,17 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "verify_cap",
-        "a router inside the MoE kernel (TopKOutputFormat.BYPASSED)",
+        "a router inside the MoE kernel (TopKOutputFormat BYPASSED or TRITON_KERNEL)",
         "refused",
         "these target layers never call moe_fused_gate",
         lambda f: bool(f.escaped_layers),
+    ),
+    Rule(
+        "verify_cap",
+        "SGLANG_SPEC_TP_SYNC without dspark-plan",
+        "refused",
+        "ranks that round a confidence differently would route differently",
+        lambda f: isinstance(_cap(f), list) and not f.plan_synced,
     ),
     Rule(
         "verify_cap",
@@ -234,6 +242,7 @@ def read_facts(worker: Any, release: str) -> Facts:
     from sglang.srt.environ import envs
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend
     from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+    from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
     from ..engine.gates import Gates
 
@@ -257,6 +266,7 @@ def read_facts(worker: Any, release: str) -> Facts:
         mega_gate=env("SGLANG_OPT_DEEPGEMM_MEGA_GATE"),
         mega_moe=bool(backend.is_megamoe() or backend.is_flashinfer_megamoe()),
         megakernel=bool(getattr(get_exec().kernel, "enable_nvidia_megakernel", False)),
+        plan_synced=get_parallel().tp_size == 1 or worker._tp_sync.enabled(SpecTpSyncSite.DSPARK_PLAN),
         escaped_layers=escaped_layers(worker),
     )
 
@@ -273,6 +283,6 @@ def escaped_layers(worker: Any) -> tuple[int, ...]:
         if getattr(getattr(module, "gate", None), "e_score_correction_bias_vl", None) is not None:
             continue
         name = getattr(getattr(config, "output_format", None), "name", None)
-        if name == "BYPASSED":
+        if name in ("BYPASSED", "TRITON_KERNEL"):
             out.append(int(module.layer_id))
     return tuple(out)

@@ -105,7 +105,7 @@ class configured:
             (runtime_context, "get_parallel"), (runtime_context, "get_exec"), (runtime_context, "get_spec"),
             (utils, "get_moe_a2a_backend"),
         )]  # fmt: skip
-        runtime_context.get_parallel = lambda: SimpleNamespace(attn_dp_enabled=False, tp_rank=0)
+        runtime_context.get_parallel = lambda: SimpleNamespace(attn_dp_enabled=False, tp_rank=0, tp_size=1)
         graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=[1, 2, 4])))
         kernel = SimpleNamespace(enable_nvidia_megakernel=False)
         runtime_context.get_exec = lambda: SimpleNamespace(kernel=kernel, graph=graph)

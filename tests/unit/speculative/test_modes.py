@@ -51,6 +51,8 @@ CASES = [
     ("verify_cap", {"mega_moe": True}, ["refused"]),
     ("verify_cap", {"megakernel": True}, ["refused"]),
     ("verify_cap", {"escaped_layers": (3,)}, ["refused"]),
+    ("verify_cap", {"gates": {"DSV41_VERIFY_CAP": "conf:0.1"}, "plan_synced": False}, ["refused"]),
+    ("verify_cap", {"gates": {"DSV41_VERIFY_CAP": "3"}, "plan_synced": False}, []),
     ("verify_cap", {"gates": {"DSV41_VERIFY_CAP": "5"}, "stride": 5}, ["refused"]),
     ("verify_cap", {"gates": {"DSV41_VERIFY_CAP": "4"}, "stride": 5}, []),
     ("verify_cap", {"gates": {"DSV41_VERIFY_CAP": "conf:0.1"}, "stride": 5}, ["refused"]),
