@@ -1,8 +1,18 @@
 """The gated changes to the engine. REGISTRY is data: the adapters in install order."""
 
 from .base import Adapter, Guarantee
+from .block_verify import BlockVerify
+from .draft_tau import DraftTau
 from .folded_result_fence import FoldedResultFence
+from .router_live import RouterLive
+from .verify_cap import VerifyCap
 
 __all__ = ["REGISTRY", "Adapter", "Guarantee"]
 
-REGISTRY: tuple[Adapter, ...] = (FoldedResultFence(),)
+REGISTRY: tuple[Adapter, ...] = (
+    DraftTau(),
+    BlockVerify(),
+    FoldedResultFence(),
+    VerifyCap(),
+    RouterLive(),
+)
