@@ -11,13 +11,18 @@ lint() {
 unit() { timeout --kill-after=10 600 "$PY" -m pytest tests/unit -q; }
 torchrun() { launch/torchrun_tests.sh; }
 mpirun() { launch/mpirun_tests.sh; }
+engine() {
+  local python
+  python=$(timeout --kill-after=10 900 launch/engine_env.sh) || return
+  DSV41_ENGINE_PYTHON=$python DSV41_REQUIRE_ENGINE=1 timeout --kill-after=10 1500 "$PY" -m pytest tests/engine -q
+}
 faults() { timeout --kill-after=10 1200 "$PY" -m pytest tests/multirank -q --ignore tests/multirank/spmd; }
 
 failed=()
-for part in ${*:-lint unit torchrun mpirun faults}; do
+for part in ${*:-lint unit torchrun mpirun faults engine}; do
   case $part in
-    lint | unit | torchrun | mpirun | faults) ;;
-    *) echo "part '$part': allowed is lint, unit, torchrun, mpirun, faults" >&2; exit 2 ;;
+    lint | unit | torchrun | mpirun | faults | engine) ;;
+    *) echo "part '$part': allowed is lint, unit, torchrun, mpirun, faults, engine" >&2; exit 2 ;;
   esac
   echo "=== $part"
   start=$SECONDS

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ..comm.errors import ArgumentError, SettingsError
+from .adapters_cmd import adapters
+from .doctor import doctor
 
 __all__ = ["app", "main"]
 
@@ -137,6 +139,11 @@ def logdiff(
         for rank, entry in found["said"].items():
             print(f"  rank {rank}: {'nothing (its log ends here)' if entry is None else json.dumps(entry)}")
     raise typer.Exit(1 if found else 0)
+
+
+# Loaded with the application: they are light, and neither joins a group.
+app.command()(doctor)
+app.command()(adapters)
 
 
 def _ranks(text: str | None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -32,26 +33,30 @@ def create(ranks: Ranks, names: Sequence[str], table: RouteTable | None, setting
         table = RouteTable(base, tuple(Route(op, None, name) for name in wanted for op in OPS))
     reason = transport_class(base).probe(ranks)
     watch = Watch(ranks, settings)
-    control = Control(ranks, watch)
-    log = DecisionLog(settings.log_dir, watch.name, ranks.rank) if settings.log_dir else None
-    agreement = Agreement(watch, control, log.write if log else None)
-    if log is not None:
-        log.start()
-    agreement.same_everywhere(
-        {"settings": settings.digest_fields(), "transports": wanted, "table": table.as_json(), "group": watch.name},
-        label="create:settings",
-    )
-    if not agreement.agree(reason is None, label="create:base"):
-        raise TransportUnavailable(base, reason or "another rank cannot use it")
-    connected: dict[str, Transport] = {base: transport_class(base)(ranks, watch)}
-    for name in wanted:
-        transport = connect(name, partial(transport_class, name), ranks, watch, control, agreement)
-        if transport is not None:
-            connected[name] = transport
-    kind: Any = ObservedCommunicator if settings.check or log is not None else Communicator
-    communicator: Communicator = kind(ranks, connected, table, watch, control, agreement)
-    if isinstance(communicator, ObservedCommunicator):
-        communicator.checked, communicator.log = settings.check, log
-    agreement.same_everywhere(communicator.table.digest(), label="create:table")
-    watch.started()
-    return communicator
+    with ExitStack() as undo:
+        # When this fails nobody holds a communicator that could stop the side channel.
+        undo.callback(watch.close)
+        control = Control(ranks, watch)
+        log = DecisionLog(settings.log_dir, watch.name, ranks.rank) if settings.log_dir else None
+        agreement = Agreement(watch, control, log.write if log else None)
+        if log is not None:
+            log.start()
+        agreement.same_everywhere(
+            {"settings": settings.digest_fields(), "transports": wanted, "table": table.as_json(), "group": watch.name},
+            label="create:settings",
+        )
+        if not agreement.agree(reason is None, label="create:base"):
+            raise TransportUnavailable(base, reason or "another rank cannot use it")
+        connected: dict[str, Transport] = {base: transport_class(base)(ranks, watch)}
+        for name in wanted:
+            transport = connect(name, partial(transport_class, name), ranks, watch, control, agreement)
+            if transport is not None:
+                connected[name] = transport
+        kind: Any = ObservedCommunicator if settings.check or log is not None else Communicator
+        communicator: Communicator = kind(ranks, connected, table, watch, control, agreement)
+        if isinstance(communicator, ObservedCommunicator):
+            communicator.checked, communicator.log = settings.check, log
+        agreement.same_everywhere(communicator.table.digest(), label="create:table")
+        watch.started()
+        undo.pop_all()
+        return communicator

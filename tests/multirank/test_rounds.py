@@ -1,7 +1,7 @@
 """10,000 random agreement rounds a group size, with faults mixed in: not one split decision.
 
 The checker replays the ranks' logs: in every round all live ranks have the same outcome, and it is the one that follows
-from what the ranks said. Prints what it tried; DSV41_ROUNDS changes the number.
+from what the ranks said. Prints what it tried; AGREEMENT_ROUNDS changes the number.
 """
 
 import collections
@@ -15,7 +15,7 @@ from dsv41_dist.cli.spawn import RankSet
 
 from . import targets
 
-ROUNDS = int(os.environ.get("DSV41_ROUNDS", "10000"))
+ROUNDS = int(os.environ.get("AGREEMENT_ROUNDS", "10000"))
 SETS = 20
 
 
