@@ -98,9 +98,11 @@ def _weight_step(
         value = tl.load(draft + b.to(tl.int64) * draft_stride_b + j * draft_stride_g + x).to(tl.float32)
         top, log_sum = _norm(part_max, part_sum, slot + GAMMA + 1 + j, temperature, tiles, TILES)
         log_q = (value - top) / temperature - log_sum
-    # Comparisons with NaN are false: a law that is none accepts nothing.
-    usable = (log_q > float("-inf")) & (log_q <= 0.0) & (log_p <= 1.0)
-    return tl.where(usable, tl.minimum(log_w + log_p - log_q, 0.0), float("-inf"))
+    # Comparisons with NaN are false: a law that is none accepts nothing. An approximate logarithm may leave a
+    # probability of 1 a hair above it; that is 1, not "no probability".
+    usable = (log_q > float("-inf")) & (log_q <= 1.0) & (log_p <= 1.0)
+    step = log_w + tl.minimum(log_p, 0.0) - tl.minimum(log_q, 0.0)
+    return tl.where(usable, tl.minimum(step, 0.0), float("-inf"))
 
 
 @triton.jit
@@ -148,7 +150,7 @@ def _laws(
             part_max, part_sum, slot + GAMMA + 1 + tl.where(with_draft, k, 0), temperature, tiles, TILES
         )
         q = tl.exp((x - top) / temperature - log_sum)
-        q = tl.where(with_draft & (q >= 0.0) & (q <= 1.0), q, 0.0)
+        q = tl.where(with_draft & (q <= 2.0), tl.minimum(q, 1.0), 0.0)
     else:
         drafted = tl.load(candidates + b * (GAMMA + 1) + tl.where(with_draft, k + 1, 0))
         q = tl.where(with_draft & (offsets == drafted), 1.0, 0.0)
