@@ -1,8 +1,12 @@
-"""Writes what each rank's forwards produced: logits bytes, per row, as digests. Runs in the engine's processes."""
+"""Writes what each rank's forwards produced: logits bytes, per row, as digests, and the collectives that were called.
+
+Runs in the engine's processes.
+"""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import json
 import os
@@ -16,19 +20,51 @@ RECORD = "REHEARSAL_RECORD"  # the folder that receives rank<N>.jsonl
 def watch(after: Any) -> None:
     """Record in the scheduler processes, if the runner asks for it."""
     if os.environ.get(RECORD):
+        after.add("sglang.srt.distributed.parallel_state", _coordinator)
         after.add("sglang.srt.model_executor.model_runner", _model_runner)
+
+
+# The public calls of the engine's group object that move tensors of a forward.
+_CALLS = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter", "broadcast")
+_calls: dict[str, int] = {}
+_inside = False
+
+
+def _coordinator(module: Any) -> None:
+    for name in _CALLS:
+        if name in vars(module.GroupCoordinator):
+            setattr(module.GroupCoordinator, name, _counted(name, vars(module.GroupCoordinator)[name]))
+
+
+def _counted(name: str, stock: Any) -> Any:
+    @functools.wraps(stock)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _inside
+        # One call may be built on another; the outer one counts. A group of one moves nothing.
+        outer = not _inside and self.world_size > 1
+        if not outer:
+            return stock(self, *args, **kwargs)
+        _calls[name] = _calls.get(name, 0) + 1
+        _inside = True
+        try:
+            return stock(self, *args, **kwargs)
+        finally:
+            _inside = False
+
+    return call
 
 
 def _model_runner(module: Any) -> None:
     runner = module.ModelRunner
     forward = runner.forward
 
+    @functools.wraps(forward)
     def recorded(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        _calls.clear()
         output = forward(self, forward_batch, *args, **kwargs)
         _write(self, forward_batch, output)
         return output
 
-    recorded.__wrapped__ = forward  # type: ignore[attr-defined]
     runner.forward = recorded
 
 
@@ -46,6 +82,7 @@ def _write(runner: Any, batch: Any, output: Any) -> None:
         "draft": bool(runner.is_draft_worker),
         "rows": int(batch.input_ids.shape[0]) if batch.input_ids is not None else 0,
         "requests": int(batch.batch_size),
+        "collectives": dict(_calls),
         "logits": [] if logits is None else [_digest(row) for row in logits],
         "top": [] if logits is None else [_top(row) for row in logits],
     }

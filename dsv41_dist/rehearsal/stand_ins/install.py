@@ -99,12 +99,16 @@ def install() -> None:
     _platform.install()
     # A CPU build of torch has a dummy class here, which is true.
     torch.cuda.is_current_stream_capturing = lambda: False
+    # A CPU tensor has no allocator stream to be kept for.
+    torch.Tensor.record_stream = _record_stream(torch.Tensor.record_stream)  # type: ignore[method-assign]
     after = AfterImport()
     after.add("sglang.kernels.jit.utils.compile.loader", _jit_loader)
+    after.add("sglang.srt.arg_groups.speculative_hook", _draft_guard)
     after.add("sglang.srt.layers.rotary_embedding.factory", _rope_factory)
     after.add("sglang.srt.configs.update_config", _config_padding)
     after.add("sglang.srt.layers.quantization.fp8_utils", _fp8_linear)
     after.add("sglang.srt.layers.quantization.fp8", _experts)
+    after.add("sglang.kernels.ops.speculative.cache_locs", _cache_slots)
     after.add("sglang.kernels.ops.layernorm.mhc", _mhc)
     after.add("sglang.kernels.ops.attention.flash_mla_sm120", _gather)
     after.add("sglang.kernels.ops.quantization.fp4_indexer_quant", _index_codes)
@@ -118,6 +122,14 @@ def install() -> None:
 _platform: Any = None
 
 
+def _record_stream(stock: Any) -> Any:
+    def record_stream(self: Any, stream: Any) -> None:
+        if self.device.type != "cpu":
+            stock(self, stream)
+
+    return record_stream
+
+
 def _jit_loader(module: Any) -> None:
     from .jit import load_jit
 
@@ -129,6 +141,44 @@ def _config_padding(module: Any) -> None:
         return model_config
 
     _replace(module, "adjust_config_with_unaligned_cpu_tp", adjust_config_with_unaligned_cpu_tp)
+
+
+def _cache_slots(module: Any) -> None:
+    stock = module.assign_extend_cache_locs_func
+
+    def assign_extend_cache_locs_func(*args: Any, **kwargs: Any) -> Any:
+        # The function has a branch for each accelerator and none for this platform: CUDA's is a Triton kernel.
+        before, module._is_cuda = module._is_cuda, True
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            module._is_cuda = before
+
+    _replace(module, "assign_extend_cache_locs_func", assign_extend_cache_locs_func)
+
+
+def _draft_guard(module: Any) -> None:
+    handle, view = module._handle_dspark, module.resolving_view
+
+    class OnCuda:
+        """The configuration, which says that its device is CUDA: DSpark asks nothing else of the device there."""
+
+        device = "cuda"
+
+        def __init__(self, config: Any) -> None:
+            self._config = config
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._config, name)
+
+    def _handle_dspark(server_args: Any) -> Any:
+        module.resolving_view = lambda args: OnCuda(view(args))
+        try:
+            return handle(server_args)
+        finally:
+            module.resolving_view = view
+
+    _replace(module, "_handle_dspark", _handle_dspark)
 
 
 class UnusedRope:

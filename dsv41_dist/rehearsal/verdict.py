@@ -1,0 +1,100 @@
+"""Compares what two boots produced. Pure data: what the ranks recorded and what the engine answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Comparison", "Outcome", "compare"]
+
+
+@dataclass
+class Outcome:
+    """One boot as it went. `problem` is empty for a boot that ran to its end."""
+
+    name: str
+    problem: str = ""
+    seconds_to_ready: float | None = None
+    seconds: float = 0.0
+    version: str = ""
+    stages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    ranks: dict[int, list[dict[str, Any]]] = field(default_factory=dict[int, list[dict[str, Any]]])
+    collectives: dict[str, float] = field(default_factory=dict[str, float])
+    boot_report: dict[str, Any] | None = None
+    log: str = ""
+
+
+@dataclass
+class Comparison:
+    """Whether tokens and logits bytes are equal, and where they first are not. `problems` decide the verdict."""
+
+    tokens_equal: bool
+    logits_equal: bool
+    forwards: int
+    largest_difference: float
+    problems: list[str]
+
+
+def compare(stock: Outcome, other: Outcome, bytes_must_match: bool = True) -> Comparison:
+    """Every prompt's tokens, every forward's logits on every rank. Both outcomes must have run to their end."""
+    problems = [*_tokens(stock, other), *_ranks_agree(other)]
+    tokens_equal = not any(p.startswith("tokens") for p in problems)
+    forwards, largest, different = _logits(stock, other)
+    if different and bytes_must_match:
+        problems.append(different)
+    return Comparison(tokens_equal, not different, forwards, largest, problems)
+
+
+def _tokens(stock: Outcome, other: Outcome) -> list[str]:
+    out: list[str] = []
+    for ours, theirs in zip(stock.stages, other.stages, strict=True):
+        for number, (a, b) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
+            if a != b:
+                at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+                said = f"{_at(a, at)} there, {_at(b, at)} here"
+                out.append(f"tokens differ: {ours['name']}, prompt {number}, token {at}: {said}")
+        if ours["cached"] != theirs["cached"]:
+            out.append(f"cached rows differ: {ours['name']}: {ours['cached']} there, {theirs['cached']} here")
+    return out
+
+
+def _at(tokens: Sequence[int], index: int) -> str:
+    return str(tokens[index]) if index < len(tokens) else "nothing"
+
+
+def _ranks_agree(outcome: Outcome) -> list[str]:
+    """All ranks gather the same logits: a rank that recorded other bytes has gone its own way."""
+    first = outcome.ranks.get(0, [])
+    out: list[str] = []
+    for rank, entries in sorted(outcome.ranks.items()):
+        for index, (a, b) in enumerate(zip(first, entries, strict=False)):
+            if a["logits"] != b["logits"]:
+                out.append(f"logits of rank {rank} differ from rank 0's at forward {index} ({b['mode']})")
+                break
+        else:
+            if len(entries) != len(first):
+                out.append(f"rank {rank} made {len(entries)} forwards, rank 0 {len(first)}")
+    return out
+
+
+def _logits(stock: Outcome, other: Outcome) -> tuple[int, float, str]:
+    """(forwards compared, largest difference of the two largest logits, first difference in words or "")."""
+    largest, different = 0.0, ""
+    ours, theirs = stock.ranks.get(0, []), other.ranks.get(0, [])
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if _shape(a) != _shape(b):
+            return index, largest, different or f"the batches differ at forward {index}: {_shape(a)} and {_shape(b)}"
+        for row, (x, y) in enumerate(zip(a["logits"], b["logits"], strict=True)):
+            if x != y:
+                gap = max(abs(p - q) for p, q in zip(a["top"][row][1:], b["top"][row][1:], strict=True))
+                largest = max(largest, gap)
+                where = f"forward {index} ({a['mode']}, {a['rows']} rows), row {row}"
+                different = different or f"logits bytes differ first at {where}"
+    if len(ours) != len(theirs):
+        different = different or f"{len(ours)} forwards there, {len(theirs)} here"
+    return min(len(ours), len(theirs)), largest, different
+
+
+def _shape(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    return entry["mode"], entry["draft"], entry["rows"], entry["requests"]
