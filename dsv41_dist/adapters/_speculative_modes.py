@@ -34,6 +34,7 @@ class Facts(NamedTuple):
     mega_gate: bool = False  # SGLANG_OPT_DEEPGEMM_MEGA_GATE
     mega_moe: bool = False  # --moe-a2a-backend megamoe
     megakernel: bool = False  # --enable-nvidia-megakernel
+    torch_compile: bool = False  # --enable-torch-compile
     plan_synced: bool = True  # SGLANG_SPEC_TP_SYNC has dspark-plan, or there is one rank
     escaped_layers: tuple[int, ...] = ()  # target layers whose router is not a gate that is patched
 
@@ -173,6 +174,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "verify_cap",
+        "--enable-torch-compile",
+        "refused",
+        "a compiled model would keep the scope it was traced in",
+        lambda f: f.torch_compile,
+    ),
+    Rule(
+        "verify_cap",
         "a router inside the MoE kernel (TopKOutputFormat BYPASSED or TRITON_KERNEL)",
         "refused",
         "these target layers never call moe_fused_gate",
@@ -241,7 +249,7 @@ def read_facts(worker: Any, release: str) -> Facts:
     """Facts of a built DSparkWorkerV2 of `release`; a switch that the release does not have is off."""
     from sglang.srt.environ import envs
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend
-    from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+    from sglang.srt.runtime_context import get_exec, get_flags, get_parallel, get_spec
     from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
     from ..engine.gates import Gates
@@ -266,6 +274,7 @@ def read_facts(worker: Any, release: str) -> Facts:
         mega_gate=env("SGLANG_OPT_DEEPGEMM_MEGA_GATE"),
         mega_moe=bool(backend.is_megamoe() or backend.is_flashinfer_megamoe()),
         megakernel=bool(getattr(get_exec().kernel, "enable_nvidia_megakernel", False)),
+        torch_compile=bool(get_flags().capture.enable_torch_compile),
         plan_synced=get_parallel().tp_size == 1 or worker._tp_sync.enabled(SpecTpSyncSite.DSPARK_PLAN),
         escaped_layers=escaped_layers(worker),
     )

@@ -197,11 +197,6 @@ def make_epilogue(**extra):
 
 def greedy_accepts(out) -> None:
     """Folded and eager: the drafts that are accepted, and the text, are a prefix of what an uncapped verify says."""
-    if RELEASE == "0.5.21":
-        dspark_verify.accept_greedy_triton = dspark_verify.AcceptGreedy.torch
-        dspark_verify.finalize_accept_lens_triton = dspark_verify.FinalizeAcceptLens.torch
-        if hasattr(dspark_verify, "build_out_tokens_triton"):
-            dspark_verify.build_out_tokens_triton = dspark_verify.BuildOutTokens.torch
     checks = []
     for seed in range(6):
         tokens, logits, info = case(seed)

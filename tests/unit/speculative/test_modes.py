@@ -50,6 +50,7 @@ CASES = [
     ("verify_cap", {"mega_gate": True}, ["refused"]),
     ("verify_cap", {"mega_moe": True}, ["refused"]),
     ("verify_cap", {"megakernel": True}, ["refused"]),
+    ("verify_cap", {"torch_compile": True}, ["refused"]),
     ("verify_cap", {"escaped_layers": (3,)}, ["refused"]),
     ("verify_cap", {"gates": {"DSV41_VERIFY_CAP": "conf:0.1"}, "plan_synced": False}, ["refused"]),
     ("verify_cap", {"gates": {"DSV41_VERIFY_CAP": "3"}, "plan_synced": False}, []),
