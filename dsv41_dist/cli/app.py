@@ -122,6 +122,44 @@ def preflight(
 
 
 @app.command()
+def rehearse(
+    gates: Annotated[str, typer.Option(help='gates of the adapted boot: "DSV41_X=1 DSV41_Y=..."')] = "",
+    tp: Annotated[str, typer.Option(help="tensor-parallel ranks: 1, 2 or 4")] = "4",
+    engine_version: Annotated[str, typer.Option(help="0.5.23, 0.5.22 or 0.5.21")] = "0.5.23",
+    prompts: Annotated[str | None, typer.Option(help="JSON file: a list of lists of token ids")] = None,
+    new_tokens: Annotated[str, typer.Option(help="tokens generated per prompt")] = "6",
+    seed: Annotated[str, typer.Option(help="seed of the tiny checkpoint's weights")] = "1",
+    http: Annotated[bool, typer.Option("--http", help="through the HTTP server instead of the offline engine")] = False,
+    speculative: Annotated[bool, typer.Option("--speculative", help="DSpark with the tiny draft")] = False,
+    order_free: Annotated[bool, typer.Option("--order-free", help="sums whose bits do not depend on order")] = False,
+    short: Annotated[bool, typer.Option("--short", help="without the long prompts")] = False,
+    must_fire: Annotated[bool, typer.Option("--must-fire", help="an adapter that never fires is a failure")] = False,
+    timeout: Annotated[str, typer.Option(help="seconds for one boot")] = "900",
+    json_out: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+) -> None:
+    """Serve a tiny V4.1 with the published engine on CPU processes, stock and adapted. READY (0) or NOT READY (1)."""
+    from .rehearse import rehearse as run_rehearsal
+
+    raise typer.Exit(
+        run_rehearsal(
+            gates,
+            tp,
+            engine_version,
+            prompts,
+            new_tokens,
+            seed,
+            http,
+            speculative,
+            order_free,
+            short,
+            must_fire,
+            timeout,
+            json_out,
+        )
+    )
+
+
+@app.command()
 def logdiff(
     folder: Annotated[str, typer.Argument(help="the folder that DSV41_COMM_LOG named")],
     json_out: Annotated[bool, typer.Option("--json", help="print JSON")] = False,

@@ -108,6 +108,7 @@ def install() -> None:
     after.add("sglang.srt.configs.update_config", _config_padding)
     after.add("sglang.srt.layers.quantization.fp8_utils", _fp8_linear)
     after.add("sglang.srt.layers.quantization.fp8", _experts)
+    after.add("sglang.srt.layers.attention.deepseek_v4_backend", _unpinned)
     after.add("sglang.kernels.ops.speculative.cache_locs", _cache_slots)
     after.add("sglang.kernels.ops.layernorm.mhc", _mhc)
     after.add("sglang.kernels.ops.attention.flash_mla_sm120", _gather)
@@ -155,6 +156,15 @@ def _cache_slots(module: Any) -> None:
             module._is_cuda = before
 
     _replace(module, "assign_extend_cache_locs_func", assign_extend_cache_locs_func)
+
+
+def _unpinned(module: Any) -> None:
+    import torch
+
+    def _move_to_device(self: Any, x: list[int]) -> Any:
+        return torch.tensor(x, dtype=torch.int32, device=self.device)  # stock: by way of pinned memory
+
+    _replace(module.DeepseekV4AttnBackend, "_move_to_device", _move_to_device)
 
 
 def _draft_guard(module: Any) -> None:

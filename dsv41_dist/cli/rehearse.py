@@ -1,0 +1,175 @@
+"""`rehearse`: boot the published engine with a tiny V4.1, stock and adapted, and compare what they answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ..adapters import REGISTRY, Guarantee
+from ..comm.errors import ArgumentError
+from ..engine.gates import GateError, Gates
+from ..engine.survey import cache_folder
+from ..rehearsal.report import as_json, judge, text
+from ..rehearsal.run import boot_engine, make_checkpoint
+from ..rehearsal.settings import Boot, Stage, default_stages
+from ..rehearsal.tiny_config import TinyConfig
+from ..rehearsal.verdict import Outcome, compare
+
+__all__ = ["RELEASES", "engine_python", "rehearse"]
+
+RELEASES = ("0.5.23", "0.5.22", "0.5.21")
+_TODO = "run launch/engine_env.sh once (launch/rehearse.sh does), or set DSV41_ENGINE_PYTHON"
+
+
+def rehearse(
+    gates: str = "",
+    tp: str = "4",
+    engine_version: str = "0.5.23",
+    prompts: str | None = None,
+    new_tokens: str = "6",
+    seed: str = "1",
+    http: bool = False,
+    speculative: bool = False,
+    order_free: bool = False,
+    short: bool = False,
+    must_fire: bool = False,
+    timeout: str = "900",
+    json_out: bool = False,
+) -> int:
+    """Boot stock, and adapted if `gates` sets any; print the report; return 0 for READY, 1 for NOT READY.
+
+    gates: "DSV41_X=1 DSV41_Y=..."; prompts: a JSON file with a list of lists of token ids; short: without the long
+    prompts; timeout: seconds for one boot. Raises ArgumentError for a bad argument.
+    """
+    start = time.monotonic()
+    chosen = parse_gates(gates)
+    ranks = _number("--tp", tp, (1, 2, 4))
+    tokens = _number("--new-tokens", new_tokens, range(1, 65))
+    bound = _number("--timeout", timeout, range(30, 7201))
+    stages = _stages(prompts, tokens, short)
+    owners = Gates.from_env(chosen).owners_on()
+    missing = [name for name in owners if name not in {adapter.name for adapter in REGISTRY}]
+    if missing:
+        raise ArgumentError(f"--gates: {', '.join(missing)} is not in this version; `adapters` lists what there is")
+    python = engine_python()
+    tree = _tree(engine_version, python)
+    adapters = [adapter for adapter in REGISTRY if adapter.name in owners]
+    # A sum that an adapter reorders can only be judged where its order does not matter.
+    reordered = any(adapter.guarantee == Guarantee.REORDERED_SUM for adapter in adapters)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    folder = cache_folder() / "rehearsal" / f"tiny-{_number('--seed', seed, range(1 << 31))}"
+    say(f"checkpoint: {folder}")
+    make_checkpoint(python, folder, int(seed))
+    boot = Boot(
+        checkpoint=str(folder),
+        stages=stages,
+        tp=ranks,
+        tree=tree,
+        speculative=speculative,
+        order_free=order_free or reordered,
+        http=http,
+    )
+    outcomes: list[Outcome] = []
+    for name, values in (("stock", {}), ("adapted", chosen)):
+        if name == "adapted" and (not chosen or outcomes[0].problem):
+            continue
+        say(f"{name}: SGLang {engine_version}, TP{ranks}, {ranks + 2} processes are starting (a minute or so) ...")
+        outcomes.append(boot_engine(python, _with(boot, values), name, timeout_s=bound, say=say))
+    ran = len(outcomes) == 2 and not any(outcome.problem for outcome in outcomes)
+    exact = all(adapter.guarantee != Guarantee.EXACT_IN_DISTRIBUTION for adapter in adapters)
+    comparison = compare(outcomes[0], outcomes[1], exact) if ran else None
+    problems, notes = judge(outcomes, comparison, owners, must_fire)
+    if not chosen and not outcomes[0].problem:
+        problems += compare(outcomes[0], outcomes[0]).problems  # the ranks among themselves
+        notes.append("no gate is set: this was the stock engine alone")
+    seconds = time.monotonic() - start
+    if json_out:
+        print(json.dumps(as_json(outcomes, comparison, problems, notes, seconds), indent=1))
+    else:
+        what = " ".join(f"{name}={value}" for name, value in chosen.items()) or "no gates"
+        mode = "".join([", speculative" if speculative else "", ", order-free sums" if boot.order_free else ""])
+        header = f"dsv41_dist rehearse: SGLang {engine_version}, TP{ranks} on CPU processes, seed {seed}, {what}{mode}"
+        print(text(outcomes, comparison, problems, notes, header, seconds))
+    return 1 if problems else 0
+
+
+def parse_gates(text: str) -> dict[str, str]:
+    """ "A=1 B=2" -> {"A": "1", "B": "2"}, checked as the engine's ranks will check them. Raises ArgumentError."""
+    out: dict[str, str] = {}
+    for word in shlex.split(text):
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ArgumentError(f"--gates {word!r}: allowed is NAME=VALUE, several separated by blanks")
+        out[name] = value
+    try:
+        Gates.from_env(out)
+    except GateError as error:
+        raise ArgumentError(f"--gates: {error}") from None
+    return out
+
+
+def engine_python() -> str:
+    """The interpreter with the engine: DSV41_ENGINE_PYTHON, or the one of launch/engine_env.sh. Raises ArgumentError."""
+    python = os.environ.get("DSV41_ENGINE_PYTHON") or str(cache_folder() / "engine-venv" / "bin" / "python")
+    needs = ("sglang", "torch", "uvloop", "xgrammar")
+    code = f"import importlib.util as u; print(*[n for n in {needs} if u.find_spec(n) is None])"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    except OSError as error:
+        raise ArgumentError(f"no interpreter with the engine at {python} ({error}): {_TODO}") from None
+    if done.returncode or done.stdout.strip():
+        raise ArgumentError(f"{python} lacks {done.stdout.strip() or done.stderr.strip()[-200:]}: {_TODO}")
+    return python
+
+
+def _with(boot: Boot, gates: dict[str, str]) -> Boot:
+    return Boot(**{**boot.__dict__, "gates": gates})
+
+
+def _tree(release: str, python: str) -> str:
+    """The folder to put before the interpreter's own packages: none for the release that is installed there."""
+    if release not in RELEASES:
+        raise ArgumentError(f"--engine-version {release!r}: allowed is {', '.join(RELEASES)}")
+    code = "import importlib.metadata as m; print(m.version('sglang'))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    if done.stdout.strip().partition("+")[0] == release:
+        return ""
+    folder = cache_folder() / "engines" / release
+    if not (folder / "sglang" / "__init__.py").is_file():
+        raise ArgumentError(f"--engine-version {release}: {folder} is not an unpacked wheel; {_TODO}")
+    return str(folder)
+
+
+def _stages(file: str | None, new_tokens: int, short: bool) -> tuple[Stage, ...]:
+    config = TinyConfig()
+    if file is None:
+        return default_stages(new_tokens, config.vocab, long=not short)
+    try:
+        prompts = json.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"--prompts {file}: {error}") from None
+    good = isinstance(prompts, list) and 0 < len(prompts) <= 16
+    if not good or not all(isinstance(p, list) and 0 < len(p) <= 1500 for p in prompts):
+        raise ArgumentError(f"--prompts {file}: allowed is 1 to 16 lists of 1 to 1500 token ids")
+    if not all(type(token) is int and 0 <= token < config.vocab for prompt in prompts for token in prompt):
+        raise ArgumentError(f"--prompts {file}: a token id is an integer from 0 to {config.vocab - 1}")
+    return (Stage(Path(file).name, tuple(tuple(prompt) for prompt in prompts), new_tokens),)
+
+
+def _number(option: str, value: str, allowed: range | tuple[int, ...]) -> int:
+    try:
+        number = int(value)
+    except ValueError:
+        number = None
+    if number is None or number not in allowed:
+        span = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else ", ".join(map(str, allowed))
+        raise ArgumentError(f"{option} {value!r}: allowed is {span}")
+    return number

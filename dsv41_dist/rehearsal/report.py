@@ -1,0 +1,121 @@
+"""The rehearsal's report: plain text for people, the same content as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from .stand_ins import STAND_INS
+from .verdict import Comparison, Outcome
+
+__all__ = ["as_json", "judge", "text"]
+
+
+def judge(
+    outcomes: Sequence[Outcome], comparison: Comparison | None, wanted: Iterable[str], must_fire: bool
+) -> tuple[list[str], list[str]]:
+    """(problems, notes). Any problem means NOT READY. `wanted`: adapters whose gates are set."""
+    problems = [f"{outcome.name}: {outcome.problem}" for outcome in outcomes if outcome.problem]
+    notes: list[str] = []
+    if comparison is not None:
+        problems += comparison.problems
+    adapted = next((outcome for outcome in outcomes if outcome.name == "adapted"), None)
+    if adapted is None or adapted.problem:
+        return problems, notes
+    entries = {entry["adapter"]: entry for entry in (adapted.boot_report or {}).get("adapters", [])}
+    for name in wanted:
+        state = entries.get(name, {}).get("state", "not in the boot report")
+        if state in ("fired", "native"):
+            continue
+        if state in ("installed", "never fired"):
+            (problems if must_fire else notes).append(f"{name} was installed and never fired in these requests")
+        else:
+            problems.append(f"{name}: {state}")
+    return problems, notes
+
+
+def text(
+    outcomes: Sequence[Outcome],
+    comparison: Comparison | None,
+    problems: Sequence[str],
+    notes: Sequence[str],
+    header: str,
+    seconds: float,
+) -> str:
+    """Everything that was found, and the verdict as the last line."""
+    parts = [header, "", _table(_boots(outcomes))]
+    if comparison is not None:
+        same = {True: "equal", False: "DIFFERENT"}
+        parts += [
+            "",
+            "Stock against adapted:",
+            f"  tokens          {same[comparison.tokens_equal]}",
+            f"  logits, bytes   {same[comparison.logits_equal]} ({comparison.forwards} forwards; largest difference of the "
+            f"two largest logits {comparison.largest_difference:g})",
+        ]
+    for outcome in outcomes:
+        if outcome.boot_report:
+            parts += ["", f"Boot report ({outcome.boot_report['ranks']} ranks agree):", _table(_adapters(outcome))]
+        if outcome.collectives:
+            calls = ", ".join(f"{count:.1f} {call}" for call, count in sorted(outcome.collectives.items()))
+            parts += ["", f"Collectives per forward, {outcome.name}, over gloo: {calls}"]
+    rows = [("stand-in", "instead of"), *((item.name, item.real) for item in STAND_INS)]
+    parts += ["", "Not the real kernels here (docs/rehearsal.md says what each was checked against):", _table(rows)]
+    parts += ["", *(f"note: {note}" for note in notes), *(f"- {problem}" for problem in problems)]
+    verdict = "NOT READY" if problems else "READY"
+    return "\n".join([*parts, f"{verdict}: {len(outcomes)} boot(s), {seconds:.0f} s"])
+
+
+def as_json(
+    outcomes: Sequence[Outcome],
+    comparison: Comparison | None,
+    problems: Sequence[str],
+    notes: Sequence[str],
+    seconds: float,
+) -> dict[str, Any]:
+    """The same as data, without the per-row digests."""
+    boots = [{**asdict(outcome), "ranks": {r: len(f) for r, f in outcome.ranks.items()}} for outcome in outcomes]
+    return {
+        "ready": not problems,
+        "seconds": round(seconds, 1),
+        "problems": list(problems),
+        "notes": list(notes),
+        "boots": boots,
+        "comparison": None if comparison is None else asdict(comparison),
+        "stand_ins": [asdict(item) for item in STAND_INS],
+    }
+
+
+def _boots(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("boot", "engine", "ready s", "all s", "ranks", "tokens", "cached rows", "ended")]
+    for outcome in outcomes:
+        rows.append(
+            (
+                outcome.name,
+                outcome.version or "-",
+                "-" if outcome.seconds_to_ready is None else f"{outcome.seconds_to_ready:.0f}",
+                f"{outcome.seconds:.0f}",
+                str(len(outcome.ranks)),
+                str(sum(len(tokens) for stage in outcome.stages for tokens in stage["tokens"])),
+                str(sum(sum(stage["cached"]) for stage in outcome.stages)),
+                "by itself" if not outcome.problem else "see below",
+            )
+        )
+    return rows
+
+
+def _adapters(outcome: Outcome) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("adapter", "state", "guarantee", "patched", "fired")]
+    for entry in (outcome.boot_report or {}).get("adapters", []):
+        # The engine kills its ranks at the end, so the report's own last word may be missing.
+        state = "never fired" if entry["state"] == "installed" and not outcome.problem else entry["state"]
+        rows.append(
+            (entry["adapter"], state, entry["guarantee"], str(len(entry["patched"])), "yes" if entry["fired"] else "no")
+        )
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
