@@ -4,6 +4,7 @@ from .base import Adapter, Guarantee
 from .block_verify import BlockVerify
 from .draft_tau import DraftTau
 from .folded_result_fence import FoldedResultFence
+from .replicated_split import ReplicatedSplit
 from .router_live import RouterLive
 from .verify_cap import VerifyCap
 
@@ -15,4 +16,5 @@ REGISTRY: tuple[Adapter, ...] = (
     FoldedResultFence(),
     VerifyCap(),
     RouterLive(),
+    ReplicatedSplit(),
 )
