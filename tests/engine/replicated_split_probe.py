@@ -12,6 +12,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.model_executor import model_runner  # noqa: F401  (a patched module: it must import)
 
 from dsv41_dist.adapters import replicated_split
+from tests.engine import split_fp8
 from tests.engine.split_ranks import bits, run_world, runner, state_of, tree
 
 ATTN = "model.layers.{}.self_attn.wqkv_a"
@@ -190,7 +191,32 @@ def declines(rank, args):
     return out
 
 
-SCENES = {f.__name__: f for f in (plain, published_shape, one_rank_is_off, capture, reloaded, declines)}
+def fp8(rank, args):
+    """Block fp8 and MXFP8 layers of the real Fp8LinearMethod, with each input that they take."""
+    results = []
+    notes = []
+    cases = {
+        "block 32": (split_fp8.block_layer(1792, 64), [None, split_fp8.pair_input]),
+        "block 128": (split_fp8.block_layer(1792, 128, block=128), [None]),
+        "mxfp8": (split_fp8.mxfp8_layer(1792, 96), [None, split_fp8.pair_input, split_fp8.swizzled_input]),
+    }
+    for window in ("0", "1"):
+        gates = {"DSV41_REPLICATED_SPLIT_WINDOW": window, "DSV41_SPLIT_COMPACT_GATHER": "1"}
+        for case, (layer, makes) in cases.items():
+            for make in makes:
+                notes += attach(args, {ATTN.format(0): layer}, "wqkv_a", **gates)
+                one = drive(case, layer, [1, 6, 17], make)
+                results.append({**one, "input": make.__name__ if make else "plain", "kind": split_of(layer).kind.name})
+    # Scales that are moved, as a wrong slice would: the check must see it.
+    layer = split_fp8.mxfp8_layer(1792, 96)
+    attach(args, {ATTN.format(0): layer}, "wqkv_a")
+    flat = split_of(layer)._part.weight_scale_inv_swizzled
+    flat.data = flat.data.roll(1 if rank == 1 else 0)
+    wrong = drive("moved", layer, [6])
+    return {"results": [*results, wrong], "notes": notes}
+
+
+SCENES = {f.__name__: f for f in (plain, published_shape, one_rank_is_off, capture, reloaded, declines, fp8)}
 
 
 def main() -> None:

@@ -14,10 +14,10 @@ ATTN = "model.layers.{}.self_attn.wqkv_a"
 
 
 SCENES = {
-    "0.5.21": ["plain:4"],
-    "0.5.22": ["plain:4"],
+    "0.5.21": ["plain:4", "fp8:4"],
+    "0.5.22": ["plain:4", "fp8:4"],
     "0.5.23": [
-        *("plain:4", "plain:3", "plain:2", "published_shape:4", "one_rank_is_off:4"),
+        *("plain:4", "plain:3", "plain:2", "fp8:4", "published_shape:4", "one_rank_is_off:4"),
         *("capture:2", "reloaded:2", "declines:2"),
     ],
 }
@@ -25,7 +25,7 @@ SCENES = {
 
 @pytest.fixture(scope="module")
 def probe(engine_python, published):
-    """release, scene -> what each rank saw. All scenes of a release run in one process, which imports the engine once."""
+    """release, scene -> what each rank saw. All scenes of a release run in one process: one import of the engine."""
     seen: dict[str, dict] = {}
 
     def run(release: str, scene: str) -> list[dict]:
@@ -59,6 +59,26 @@ def test_bytes_are_those_of_the_stock_layer_on_four_ranks(probe, release):
         even = one["name"] == ATTN.format(3)
         compact = one["DSV41_SPLIT_COMPACT_GATHER"] == "1" and not even
         assert one["variants"] == ((["compact"] if compact else ["padded"]) if one["name"] in split else None), one
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_quantized_layers_run_their_own_linear_on_cut_scales(probe, release):
+    """The real Fp8LinearMethod dispatches; the GEMM behind it is a stand-in (split_fp8.py) that reads real layouts."""
+    *results, moved = drives(probe(release, "fp8:4"))
+    assert [(one["name"], one["input"]) for one in results[:6]] == [
+        ("block 32", "plain"),
+        ("block 32", "pair_input"),
+        ("block 128", "plain"),
+        ("mxfp8", "plain"),
+        ("mxfp8", "pair_input"),
+        ("mxfp8", "swizzled_input"),
+    ]
+    kinds = {"block 32": "fp8 in 32 x 32 blocks", "block 128": "fp8 in 128 x 128 blocks"}
+    for one in results:
+        assert (one["equal"], one["fired"], one["variants"]) == ([True] * 3, [1] * 3, ["compact"]), one
+        assert one["kind"] == kinds.get(one["name"], "MXFP8, scales in 128x4")
+    # One rank's scales a byte further on: stock for all.
+    assert (moved["equal"], moved["fired"], moved["variants"]) == ([True], [0], ["stock"])
 
 
 @pytest.mark.parametrize("world", [2, 3])
