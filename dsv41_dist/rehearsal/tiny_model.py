@@ -1,8 +1,9 @@
 """Writes a tiny V4.1 checkpoint in the published names and formats, from a seed: what the engine's own loader reads.
 
-Weights are scaled so that the text depends on the whole prompt: sublayer outputs outweigh the embedding in the residual,
-attention scores have a standard deviation of about three (so that single positions win), and the router's choices are
-spread. Each tensor is drawn from its own generator, keyed by the seed and its name.
+Weights are scaled so that the text depends on the whole prompt: sublayer outputs weigh as much as the embedding in the residual,
+attention scores have a standard deviation of about two (so that single positions win), and the router's choices are
+spread. The draft's Markov head knows a bigram that the embedding and the head share, so that part of its guesses are
+right. Each tensor is drawn from its own generator, keyed by the seed and its name.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from .tiny_config import TinyConfig, engram_rows
 __all__ = ["checkpoint_digest", "tensors", "write_checkpoint"]
 
 _SHARD_BYTES = 12 << 20
-_BF16, _FP32 = torch.bfloat16, torch.float32
+_BF16 = torch.bfloat16
+_BIGRAM = 4.0  # weight of the bigram in the embedding, next to values of standard deviation one
 
 
 class _Draw:
@@ -56,14 +58,24 @@ class _Draw:
 def tensors(config: TinyConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the checkpoint as (published name, tensor)."""
     draw = _Draw(seed)
-    yield "embed.weight", draw.normal("embed", config.vocab, config.hidden, std=1.0).to(_BF16)
-    yield "head.weight", draw.matrix("head", config.vocab, config.hidden, 4.0).to(_BF16)
+    before, after = _bigram(config, draw)
+    embed = draw.normal("embed", config.vocab, config.hidden, std=1.0)
+    head = draw.matrix("head", config.vocab, config.hidden, 4.0)
+    basis = torch.linalg.qr(draw.normal("bigram.basis", config.hidden, config.markov_rank, std=1.0)).Q
+    yield "embed.weight", (embed + _BIGRAM * before @ basis.t()).to(_BF16)
+    yield "head.weight", (head + after @ basis.t()).to(_BF16)
     yield draw.norm("norm", config.hidden)
     for layer in range(config.layers):
         yield from _decoder(config, draw, f"layers.{layer}")
         yield from _sources(config, draw, layer)
     yield from _engram(config, draw)
     yield from _draft(config, draw)
+
+
+def _bigram(config: TinyConfig, draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tables [vocab, rank]; the score of token v after token t is after[v] . before[t], of standard deviation one."""
+    before = draw.normal("bigram.before", config.vocab, config.markov_rank, std=1.0)
+    return before, draw.matrix("bigram.after", config.vocab, config.markov_rank, 1.0)
 
 
 def _decoder(config: TinyConfig, draw: _Draw, at: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -133,9 +145,9 @@ def _draft(config: TinyConfig, draw: _Draw) -> Iterator[tuple[str, torch.Tensor]
     yield draw.norm("mtp.0.main_norm", config.hidden)
     last = f"mtp.{stages - 1}"
     yield draw.norm(f"{last}.norm", config.hidden)
-    for part in ("embed", "head"):
-        name = f"{last}.markov_head.{part}"
-        yield f"{name}.weight", draw.matrix(name, config.vocab, config.markov_rank, 1.0).to(_BF16)
+    before, after = _bigram(config, draw)
+    yield f"{last}.markov_head.embed.weight", before.to(_BF16)
+    yield f"{last}.markov_head.head.weight", (8.0 * after).to(_BF16)
     confidence = draw.matrix(f"{last}.confidence_head.proj", 1, config.hidden + config.markov_rank, 1.0)
     yield f"{last}.confidence_head.proj.weight", confidence
 
@@ -148,8 +160,6 @@ def write_checkpoint(
     `replaced` overrides tensors by published name (tests change one at a time); an unknown name is a KeyError.
     A folder that holds the same checkpoint already is left alone.
     """
-    from safetensors.torch import save_file
-
     folder, config, replaced = Path(folder), config or TinyConfig(), dict(replaced or {})
     digest = checkpoint_digest(seed, config, replaced)
     stamp = folder / "rehearsal.digest"
@@ -163,6 +173,8 @@ def write_checkpoint(
         shards[-1][name] = replaced.pop(name, tensor).contiguous()
     if replaced:
         raise KeyError(f"no such tensors in the tiny checkpoint: {', '.join(sorted(replaced))}")
+    from safetensors.torch import save_file
+
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"

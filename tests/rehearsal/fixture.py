@@ -1,0 +1,109 @@
+"""One engine boot per question: results are kept by a digest over the boot, this package and the engine's release.
+
+    def test_something(rehearsals):
+        stock = rehearsals.stock()
+        adapted = rehearsals.adapted(DSV41_FOLDED_FENCE="1")
+        assert compare(stock, adapted).problems == []
+
+Kept on disk too (XDG_CACHE_HOME/dsv41_dist/rehearsal/results): a boot takes a minute, and the same code gives the same
+bytes. Only boots without a problem are kept. Tests that want these import `rehearsals` from here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from dsv41_dist.comm.errors import ArgumentError
+from dsv41_dist.engine.survey import cache_folder
+from dsv41_dist.rehearsal.run import boot_engine, make_checkpoint
+from dsv41_dist.rehearsal.settings import PACKAGE_ROOT, Boot, default_stages
+from dsv41_dist.rehearsal.verdict import Outcome
+
+__all__ = ["Rehearsals", "rehearsal_python", "rehearsals"]
+
+
+class Rehearsals:
+    """Boots on demand. Keyword arguments are those of Boot; `gates` go to `adapted` by name."""
+
+    def __init__(self, python: str) -> None:
+        self.python = python
+        self._release = subprocess.run(
+            [python, "-c", "import importlib.metadata as m; print(m.version('sglang'), m.version('torch'))"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout.strip()
+        self._seen: dict[str, Outcome] = {}
+
+    def checkpoint(self, seed: int = 1) -> str:
+        return str(make_checkpoint(self.python, cache_folder() / "rehearsal" / f"tiny-{seed}", seed))
+
+    def boot(self, **what) -> Boot:
+        """A Boot with the default checkpoint and the ten short prompts unless told otherwise."""
+        seed = what.pop("seed", 1)
+        return Boot(**{"checkpoint": self.checkpoint(seed), "stages": default_stages(long=False), **what})
+
+    def stock(self, **what) -> Outcome:
+        return self.run(self.boot(**what))
+
+    def adapted(self, gates: dict[str, str] | None = None, /, **what) -> Outcome:
+        named = {name: what.pop(name) for name in [n for n in what if n.startswith(("DSV41_", "SPARK_"))]}
+        return self.run(self.boot(gates={**(gates or {}), **named}, **what))
+
+    def run(self, boot: Boot) -> Outcome:
+        key = self._key(boot)
+        if key not in self._seen:
+            self._seen[key] = self._kept(key) or self._boot(boot, key)
+        return self._seen[key]
+
+    def _boot(self, boot: Boot, key: str) -> Outcome:
+        outcome = boot_engine(self.python, boot, "adapted" if boot.gates else "stock", timeout_s=600)
+        if not outcome.problem:
+            file = self._file(key)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(asdict(outcome)))
+        return outcome
+
+    def _kept(self, key: str) -> Outcome | None:
+        try:
+            data = json.loads(self._file(key).read_text())
+        except (OSError, ValueError):
+            return None
+        return Outcome(**{**data, "ranks": {int(rank): entries for rank, entries in data["ranks"].items()}})
+
+    def _key(self, boot: Boot) -> str:
+        stamp = Path(boot.checkpoint) / "rehearsal.digest"
+        digest = hashlib.sha256(f"{self._release} {boot.digest()} {stamp.read_text()}".encode())
+        for folder in (PACKAGE_ROOT / "dsv41_dist", *map(Path, boot.extra_path)):
+            for file in sorted(folder.rglob("*.py")):
+                digest.update(file.read_bytes())
+        return digest.hexdigest()[:24]
+
+    @staticmethod
+    def _file(key: str) -> Path:
+        return cache_folder() / "rehearsal" / "results" / f"{key}.json"
+
+
+@pytest.fixture(scope="session")
+def rehearsal_python() -> str:
+    """An interpreter that can boot the engine; without one the test is skipped, or fails under DSV41_REQUIRE_ENGINE."""
+    from dsv41_dist.cli.rehearse import engine_python
+    from tests.engine.conftest import missing
+
+    try:
+        return engine_python()
+    except ArgumentError as error:
+        missing(str(error))
+        raise
+
+
+@pytest.fixture(scope="session")
+def rehearsals(rehearsal_python) -> Rehearsals:
+    return Rehearsals(rehearsal_python)

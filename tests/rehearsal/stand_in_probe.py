@@ -1,0 +1,126 @@
+"""Run by the engine's interpreter: each stand-in beside the engine's own code for the same thing. Prints JSON.
+
+The engine's Triton kernels run in the interpreter here, on small shapes; its torch references run as they are.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+torch.set_num_threads(1)
+
+from dsv41_dist.rehearsal.formats import decode_mxfp4, encode_block_fp8, encode_mxfp4  # noqa: E402
+from dsv41_dist.rehearsal.stand_ins import formulas  # noqa: E402
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).abs().max() / b.float().abs().max())
+
+
+def mhc(out: dict[str, object]) -> None:
+    from sglang.kernels.ops.layernorm import mhc as engine
+
+    mixes, scale, base = draw(1, 1, 5, 24), draw(2, 3), draw(3, 24)
+    ours = formulas.split_sinkhorn(mixes, scale, base, 4, 20, 1e-6)
+    theirs = engine._hc_split_sinkhorn_triton(mixes, scale, base, 4, 20, 1e-6)
+    out["split_sinkhorn"] = [relative(a, b) for a, b in zip(ours, theirs, strict=True)]
+    x, pre = draw(4, 5, 4 * 256).to(torch.bfloat16), draw(5, 5, 4)
+    combined = engine.mhc_combine(x, pre, 4, torch.bfloat16)
+    out["mix_streams"] = torch.equal(formulas.mix_streams(x, pre, 4).to(torch.bfloat16), combined)
+
+
+def rope(out: dict[str, object]) -> None:
+    from sglang.srt.layers.attention.dsv4.dsv41_sparse import rope_tail
+
+    angles = draw(6, 50, 32)
+    table = torch.polar(torch.ones_like(angles), angles)
+    positions = torch.tensor([3, 0, 49, 17])
+    x = draw(7, 4, 2, 64).to(torch.bfloat16)
+    for inverse in (False, True):
+        ours = x.clone()
+        formulas.rotate_(ours, torch.view_as_real(table).flatten(-2), positions, inverse)
+        out[f"rotate inverse={inverse}"] = torch.equal(ours, rope_tail(x, table[positions], 64, inverse))
+
+
+def pages(out: dict[str, object]) -> None:
+    from sglang.kernels.ops.attention.flash_mla_sm120 import _gather_and_dequant
+
+    page, x = 256, draw(8, 6, 512) * 3
+    width = -(-page * 584 // 576) * 576
+    cache = torch.zeros(3, width, dtype=torch.uint8)
+    slots = torch.tensor([0, 255, 256, -1, 700, 300])
+    formulas.pack_pages(x, slots, cache, page)
+    view = cache.view(torch.float8_e4m3fn).as_strided((3, page, 1, 584), (width, 584, 584, 1))
+    keep = slots >= 0
+    read = _gather_and_dequant(view, slots[keep], page)
+    wanted = x[keep]
+    out["page tail"] = torch.equal(read[:, 448:], wanted[:, 448:].to(torch.bfloat16))
+    tile = wanted[:, :448].unflatten(-1, (7, 64))
+    bound = tile.abs() / 16 + tile.abs().amax(-1, keepdim=True) / 448  # half a unit of e4m3, and its smallest step
+    out["page codes"] = bool(((read[:, :448].float().unflatten(-1, (7, 64)) - tile).abs() <= bound).all())
+    out["page elsewhere"] = int((_gather_and_dequant(view, torch.tensor([1, 254, 299, 701]), page) != 0).sum())
+
+
+def fp8(out: dict[str, object]) -> None:
+    from sglang.kernels.ops.quantization import fp8_kernel as engine
+
+    engine.get_device_name = lambda *_: "cpu"  # names the file with tuned block sizes; None here
+    x, weight = draw(9, 4, 128).to(torch.bfloat16), draw(10, 64, 128)
+    codes, scale = encode_block_fp8(weight)
+    from dsv41_dist.rehearsal.formats import encode_row_fp8
+
+    rows, row_scale = encode_row_fp8(x)
+    theirs = engine.w8a8_block_fp8_matmul_triton(
+        rows, codes, row_scale.float(), scale.float(), [32, 32], output_dtype=torch.float32
+    )
+    ours = formulas.block_fp8_linear(x.float(), codes, scale)
+    out["block_fp8_linear"] = relative(ours, theirs)
+    free = formulas.block_fp8_linear(x.float(), codes, scale, order_free=True)
+    out["order free"] = float((free - ours).abs().max())  # at most half a step of 1/16 for each of the four groups
+
+
+def index(out: dict[str, object]) -> None:
+    from sglang.kernels.ops.kvcache import dsv4_fp4_index_k_cache as cache_module
+    from sglang.kernels.ops.quantization.fp4_indexer_quant import quantize_fp4_indexer_tensor
+
+    x = torch.cat([draw(11, 4, 128), torch.zeros(1, 128), draw(12, 1, 128) * 1e-5, draw(13, 2, 128) * 300])
+    x[0, :8] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])  # ties, at the group's own scale
+    x[0, 8:32] = 0.0
+    x = x.to(torch.bfloat16)
+    codes, scales = formulas.index_key_codes(x)
+    stock_codes, stock_scales = quantize_fp4_indexer_tensor(x, rne=True)
+    # -0 and 0 have different codes and the same value.
+    zero = (stock_codes.view(torch.uint8) & 0x77) == 0
+    out["index codes"] = bool(((codes == stock_codes) | (zero & ((codes.view(torch.uint8) & 0x77) == 0))).all())
+    out["index scales"] = torch.equal(scales, stock_scales)
+    ours, theirs = (torch.zeros(2, 256 * 68, dtype=torch.uint8) for _ in range(2))
+    slots = torch.tensor([0, 5, 255, 256, 300, 301, 302, 511])
+    cache_module.store_fp4_index_k_cache(x, theirs, slots, page_size=256, rne=True)
+    formulas.pack_index_keys(stock_codes, stock_scales, ours, slots, 256)
+    out["index cache"] = torch.equal(ours, theirs)
+
+
+def experts(out: dict[str, object]) -> None:
+    from sglang.srt.layers.quantization.fp8 import DSV4_DEQUANT_FP4_TABLE
+
+    packed, scale = encode_mxfp4(draw(14, 8, 64))
+    low, high = packed.view(torch.uint8) & 15, packed.view(torch.uint8) >> 4
+    codes = torch.stack([low, high], -1).flatten(1).long()
+    theirs = DSV4_DEQUANT_FP4_TABLE[codes] * scale.float().repeat_interleave(32, 1)
+    out["mxfp4 table"] = torch.equal(decode_mxfp4(packed, scale), theirs)
+
+
+def main() -> None:
+    out: dict[str, object] = {}
+    for check in (mhc, rope, pages, fp8, index, experts):
+        check(out)
+    print(json.dumps(out))
+
+
+main()
