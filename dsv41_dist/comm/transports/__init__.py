@@ -12,6 +12,7 @@ TRANSPORTS: dict[str, tuple[str, str]] = {
     "process_group": (".process_group", "ProcessGroupTransport"),
     "mpi": (".mpi", "MpiTransport"),
     "peer": (".peer", "PeerTransport"),
+    "roce": (".roce", "RoceTransport"),
 }
 
 
