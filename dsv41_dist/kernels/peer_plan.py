@@ -94,8 +94,8 @@ def fits(plan: Plan, op: str, world: int, nbytes: int, packet: int, line: int, b
 def choose(op: str, world: int, nbytes: int, *, lines: bool, chunks: int, threads: int = 132 * 1024) -> Plan:
     """The plan for a size (Route's count of bytes).
 
-    World 2 as measured on H200 with NV18 links (benchmarks/peer_tune.py). More ranks by the same numbers
-    per byte that crosses into a GPU, which is not yet measured: a table by `comm.calibrate` decides about their use.
+    Worlds 2 and 4 as measured on H200 with NV18 links (benchmarks/peer_tune.py); other worlds take the numbers of 4.
+    A table by `comm.calibrate` decides where the transport is used at all.
 
     Args:
         lines: whether every link delivers 128-byte stores whole (NVLink); otherwise packets and bulk serve alone.
@@ -113,6 +113,8 @@ def choose(op: str, world: int, nbytes: int, *, lines: bool, chunks: int, thread
     if not two_shot and (size <= 32 * KIB or (not lines and size <= 128 * KIB)):
         return small("packet", 128, 256)
     whole = not (two_shot and nbytes % (16 * world))
+    if world > 2 and (nbytes > 1536 * KIB if two_shot else size > 8 * MIB):
+        return _far_bulk(op, world, nbytes, chunks, threads, two_shot)
     if lines and whole and size <= 8 * MIB:
         if size <= 128 * KIB:
             return small("line", 128, 256)
@@ -120,6 +122,22 @@ def choose(op: str, world: int, nbytes: int, *, lines: bool, chunks: int, thread
             return small("line", 128, 512)
         return small("line", 256, 256, 0.25) if size <= 2560 * KIB else small("line", 256, 512, 0.4)
     return bulk_plan(op, world, nbytes, 16 * KIB, min(256, threads // 256), chunks, two_shot=two_shot, block=256)
+
+
+def _far_bulk(op: str, world: int, nbytes: int, chunks: int, threads: int, two_shot: bool) -> Plan:
+    """The bulk plan of a large call between more than two ranks, where most blocks have several peers to serve."""
+
+    def plan(chunk: int, blocks: int, block: int, share: float) -> Plan:
+        blocks = min(blocks, threads // block)
+        return bulk_plan(op, world, nbytes, chunk, blocks, chunks, two_shot=two_shot, block=block, share=share)
+
+    if two_shot:
+        if nbytes <= 12 * MIB:
+            return plan(max(8 * KIB, _round16(nbytes // world // 64)), 528, 256, 0.5)
+        return plan(16 * KIB, 528, 256, 0.65) if nbytes <= 32 * MIB else plan(64 * KIB, 264, 512, 0.5)
+    if op in _SUMS:
+        return plan(64 * KIB, 132, 1024, 0.5)
+    return plan(32 * KIB, 256, 256, 0.35) if nbytes <= 32 * MIB else plan(64 * KIB, 132, 1024, 0.35)
 
 
 def _round16(n: int) -> int:
