@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..adapters import REGISTRY, Guarantee
 from ..comm.errors import ArgumentError
+from ..engine.gate_table import GATES
 from ..engine.gates import GateError, Gates
 from ..engine.survey import cache_folder
 from ..rehearsal.report import as_json, judge, text
@@ -20,7 +21,7 @@ from ..rehearsal.settings import Boot, Stage, default_stages
 from ..rehearsal.tiny_config import TinyConfig
 from ..rehearsal.verdict import Outcome, compare
 
-__all__ = ["RELEASES", "engine_python", "rehearse"]
+__all__ = ["RELEASES", "engine_python", "every_gate", "parse_gates", "rehearse"]
 
 RELEASES = ("0.5.23", "0.5.22", "0.5.21")
 _TODO = "run launch/engine_env.sh once (launch/rehearse.sh does), or set DSV41_ENGINE_PYTHON"
@@ -34,7 +35,7 @@ def rehearse(
     new_tokens: str = "6",
     seed: str = "1",
     http: bool = False,
-    speculative: bool = False,
+    draft: bool = True,
     order_free: bool = False,
     short: bool = False,
     must_fire: bool = False,
@@ -44,13 +45,15 @@ def rehearse(
     """Boot stock, and adapted if `gates` sets any; print the report; return 0 for READY, 1 for NOT READY.
 
     gates: "DSV41_X=1 DSV41_Y=..."; prompts: a JSON file with a list of lists of token ids; short: without the long
-    prompts; timeout: seconds for one boot. Raises ArgumentError for a bad argument.
+    prompts; draft: decode with DSpark and the checkpoint's draft, at TP2 or TP4; timeout: seconds for one boot. Raises ArgumentError for a bad argument.
     """
     start = time.monotonic()
     chosen = parse_gates(gates)
     ranks = _number("--tp", tp, (1, 2, 4))
     tokens = _number("--new-tokens", new_tokens, range(1, 65))
     bound = _number("--timeout", timeout, range(30, 7201))
+    if draft and ranks == 1:
+        raise ArgumentError("--tp 1: the engine pads the draft's heads at TP2 and TP4 only; add --no-draft")
     stages = _stages(prompts, tokens, short)
     owners = Gates.from_env(chosen).owners_on()
     missing = [name for name in owners if name not in {adapter.name for adapter in REGISTRY}]
@@ -73,7 +76,7 @@ def rehearse(
         stages=stages,
         tp=ranks,
         tree=tree,
-        speculative=speculative,
+        speculative=draft,
         order_free=order_free or reordered,
         http=http,
     )
@@ -95,7 +98,7 @@ def rehearse(
         print(json.dumps(as_json(outcomes, comparison, problems, notes, seconds), indent=1))
     else:
         what = " ".join(f"{name}={value}" for name, value in chosen.items()) or "no gates"
-        mode = "".join([", speculative" if speculative else "", ", order-free sums" if boot.order_free else ""])
+        mode = "".join([", DSpark" if draft else ", no draft", ", order-free sums" if boot.order_free else ""])
         header = f"dsv41_dist rehearse: SGLang {engine_version}, TP{ranks} on CPU processes, seed {seed}, {what}{mode}"
         print(text(outcomes, comparison, problems, notes, header, seconds))
     return 1 if problems else 0
@@ -116,8 +119,14 @@ def parse_gates(text: str) -> dict[str, str]:
     return out
 
 
+def every_gate() -> str:
+    """The switches of all adapters of this version, as `gates` takes them."""
+    here = {adapter.name for adapter in REGISTRY}
+    return " ".join(f"{gate.name}=1" for gate in GATES if gate.switch and gate.owner in here)
+
+
 def engine_python() -> str:
-    """The interpreter with the engine: DSV41_ENGINE_PYTHON, or the one of launch/engine_env.sh. Raises ArgumentError."""
+    """The interpreter with the engine: DSV41_ENGINE_PYTHON, or launch/engine_env.sh's. Raises ArgumentError."""
     python = os.environ.get("DSV41_ENGINE_PYTHON") or str(cache_folder() / "engine-venv" / "bin" / "python")
     needs = ("sglang", "torch", "uvloop", "xgrammar")
     code = f"import importlib.util as u; print(*[n for n in {needs} if u.find_spec(n) is None])"
@@ -173,3 +182,7 @@ def _number(option: str, value: str, allowed: range | tuple[int, ...]) -> int:
         span = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else ", ".join(map(str, allowed))
         raise ArgumentError(f"{option} {value!r}: allowed is {span}")
     return number
+
+
+if __name__ == "__main__":
+    print(every_gate())

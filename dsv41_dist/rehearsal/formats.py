@@ -73,12 +73,12 @@ def encode_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pack_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """[..., k] float -> int8 [..., k/2]: the nearest E2M1 codes, ties to the even one, clipped to +-6."""
+    """[..., k] float -> int8 [..., k/2]: nearest E2M1 codes, ties to the even one, clipped to +-6, no -0."""
     middle = (torch.tensor(_E2M1[1:]) + torch.tensor(_E2M1[:-1])) / 2
     magnitude = values.abs().contiguous()
     down, up = torch.bucketize(magnitude, middle), torch.bucketize(magnitude, middle, right=True)
     code = torch.where((down != up) & (down % 2 == 1), up, down)
-    code = (code + 8 * torch.signbit(values)).to(torch.uint8)
+    code = (code + 8 * (torch.signbit(values) & (code > 0))).to(torch.uint8)
     return (code[..., 0::2] | (code[..., 1::2] << 4)).view(torch.int8)
 
 

@@ -51,8 +51,8 @@ def text(
             "",
             "Stock against adapted:",
             f"  tokens          {same[comparison.tokens_equal]}",
-            f"  logits, bytes   {same[comparison.logits_equal]} ({comparison.forwards} forwards; largest difference of the "
-            f"two largest logits {comparison.largest_difference:g})",
+            f"  logits, bytes   {same[comparison.logits_equal]} ({comparison.forwards} forwards; "
+            f"largest difference of the two largest logits {comparison.largest_difference:g})",
         ]
     for outcome in outcomes:
         if outcome.boot_report:

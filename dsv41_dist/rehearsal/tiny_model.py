@@ -153,7 +153,11 @@ def _draft(config: TinyConfig, draw: _Draw) -> Iterator[tuple[str, torch.Tensor]
 
 
 def write_checkpoint(
-    folder: str | Path, *, seed: int = 1, config: TinyConfig | None = None, replaced: dict[str, torch.Tensor] | None = None
+    folder: str | Path,
+    *,
+    seed: int = 1,
+    config: TinyConfig | None = None,
+    replaced: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write config, safetensors shards with their index, and a word-level tokenizer; return the folder.
 

@@ -61,10 +61,40 @@ STAND_INS = (
         "a scalar formula",
     ),
     StandIn(
+        "hyper_connections",
+        "mhc.hc_split_sinkhorn (TileLang) and mhc.mhc_combine (Triton, one program a row)",
+        "the same steps over all rows in torch, fp32",
+        "the engine's Triton ports in the interpreter",
+    ),
+    StandIn(
+        "index_keys",
+        "quantize_fp4_indexer_tensor and store_fp4_index_k_cache (Triton, one program a row)",
+        "the same codes over all rows in torch",
+        "the engine's Triton kernels in the interpreter, byte for byte",
+    ),
+    StandIn(
+        "gather_once",
+        "flash_mla_sm120._gather_and_dequant, which decodes a key for every row that reads it",
+        "the same function on each key once",
+        "the engine's function, byte for byte",
+    ),
+    StandIn(
         "platform",
         "the real GPU architecture",
         "is_sm120 is said, so that FlashMLA is the engine's own torch implementation",
         "not compared: a routing decision",
+    ),
+    StandIn(
+        "draft_guard",
+        "_handle_dspark's check that the device is CUDA, NPU or XPU",
+        "the check is passed; everything behind it is the engine's",
+        "not compared: a routing decision",
+    ),
+    StandIn(
+        "accelerator_memory",
+        "pinned memory, record_stream, is_current_stream_capturing; the branch of assign_extend_cache_locs for CUDA",
+        "plain memory, nothing, False; that branch's Triton kernel in the interpreter",
+        "not compared: no arithmetic",
     ),
     StandIn(
         "config_padding",

@@ -173,7 +173,9 @@ def index_key_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
-def pack_index_keys(codes: torch.Tensor, scales: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, page: int) -> None:
+def pack_index_keys(
+    codes: torch.Tensor, scales: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, page: int
+) -> None:
     """Write index rows at `slots` of `cache`, uint8 [pages, page * 68]: all codes of a page first, then its scales."""
     where, offset = slots.long() // page, slots.long() % page
     cache[where[:, None], offset[:, None] * 64 + torch.arange(64)] = codes.view(torch.uint8)

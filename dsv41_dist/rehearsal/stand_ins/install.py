@@ -90,7 +90,6 @@ def _replace(owner: Any, name: str, new: Any) -> None:
 def install() -> None:
     """Called once in every process of the engine."""
     import torch
-
     from sglang.srt.runtime_context import override_platform
 
     global _platform
@@ -197,7 +196,9 @@ class UnusedRope:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotImplementedError(f"rotary_emb.{name}: the rehearsal has no stand-in for a rotary embedding that is used")
+        raise NotImplementedError(
+            f"rotary_emb.{name}: the rehearsal has no stand-in for a rotary embedding that is used"
+        )
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("rotary_emb(): the rehearsal has no stand-in for a rotary embedding that is used")
