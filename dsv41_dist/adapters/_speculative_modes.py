@@ -248,6 +248,7 @@ def note(adapter: str, state: AdapterState, facts: Facts) -> None:
 def read_facts(worker: Any, release: str) -> Facts:
     """Facts of a built DSparkWorkerV2 of `release`; a switch that the release does not have is off."""
     from sglang.srt.environ import envs
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend
     from sglang.srt.runtime_context import get_exec, get_flags, get_parallel, get_spec
     from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
@@ -264,7 +265,7 @@ def read_facts(worker: Any, release: str) -> Facts:
         release=release,
         mode=planner.mode_value,
         stride=int(worker.verify_num_draft_tokens),
-        attn_dp=bool(get_parallel().attn_dp_enabled),
+        attn_dp=is_dp_attention_enabled() or bool(getattr(get_parallel(), "attn_dp_enabled", False)),
         simulated=float(envs.SGLANG_SIMULATE_ACC_LEN.get()) > 0,
         greedy_draft=env("SGLANG_DSPARK_USE_GREEDY_DRAFT"),
         block_flag=bool(getattr(get_spec(), "speculative_use_block_verification", False)),

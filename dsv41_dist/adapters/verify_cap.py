@@ -133,7 +133,7 @@ class _Cap:
     def start(self, worker: Any) -> None:
         """Allocate what graphs will read, before any is captured."""
         import torch
-        from sglang.srt.runtime_context import get_exec, get_parallel
+        from sglang.srt.runtime_context import get_parallel
         from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
         from ..engine.refusal import refuse
@@ -141,10 +141,9 @@ class _Cap:
         epilogue = worker._verify_epilogue
         if epilogue is not None and hasattr(epilogue, "_fused_accept_tail"):
             epilogue._fused_accept_tail = False
-        max_bs = max([*(get_exec().graph.cuda_graph_config.decode.bs or []), 1])
         stride = int(worker.verify_num_draft_tokens)
         rows = stride if self.fixed is None else self.fixed + 1
-        LIVE.allocate(max_bs if epilogue is None else max(max_bs, epilogue.max_bs), stride, rows, worker.device)
+        LIVE.allocate(_largest_graph(worker), stride, rows, worker.device)
         assert LIVE.buffer is not None
         self.state.holds("live rows", LIVE.buffer.numel() * LIVE.buffer.element_size())
         if self.thresholds is not None:
@@ -275,3 +274,16 @@ class _Cap:
         assert self.log is not None
         with open(self.log, "a", encoding="utf-8") as out:
             out.write(json.dumps(line) + "\n")
+
+
+def _largest_graph(worker: Any) -> int:
+    """The largest batch of which any draft or verify graph is captured; 1 where there are none."""
+    from sglang.srt.runtime_context import get_exec
+
+    sizes = [1]
+    if worker._verify_epilogue is not None:
+        sizes.append(int(worker._verify_epilogue.max_bs))
+    config = get_exec().graph.cuda_graph_config
+    if config is not None:
+        sizes.extend(config.decode.bs or [])
+    return max(sizes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import ServerArgs
 
 VOCAB, STRIDE = 32, 6
 
@@ -80,8 +82,13 @@ def worker_init(module, attributes: dict, mode: str = "static", seed: int = 7):
         self.__dict__.update(fields | attributes)
 
     swap_innermost(init, stock)
-    with configured():
-        init(worker)
+    # The engine's own configuration, as it is before any flag is given.
+    publish(
+        ServerArgs(model_path="dummy", tp_size=1, device="cpu"),
+        role="test",
+        ranks=SpawnRanks(world_rank=0, gpu_id=0),
+    )
+    init(worker)
     return worker
 
 
@@ -92,27 +99,3 @@ def swap_innermost(wrapper, function) -> None:
         wrapper = wrapper.__wrapped__
     names = wrapper.__code__.co_freevars
     wrapper.__closure__[names.index("original")].cell_contents = function
-
-
-class configured:
-    """The engine's configuration as the checks read it: one rank, everything off."""
-
-    def __enter__(self):
-        from sglang.srt import runtime_context
-        from sglang.srt.layers.moe import utils
-
-        self.saved = [(module, name, getattr(module, name)) for module, name in (
-            (runtime_context, "get_parallel"), (runtime_context, "get_exec"), (runtime_context, "get_spec"),
-            (utils, "get_moe_a2a_backend"),
-        )]  # fmt: skip
-        runtime_context.get_parallel = lambda: SimpleNamespace(attn_dp_enabled=False, tp_rank=0, tp_size=1)
-        graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=[1, 2, 4])))
-        kernel = SimpleNamespace(enable_nvidia_megakernel=False)
-        runtime_context.get_exec = lambda: SimpleNamespace(kernel=kernel, graph=graph)
-        runtime_context.get_spec = lambda: SimpleNamespace(speculative_use_block_verification=False)
-        utils.get_moe_a2a_backend = lambda: utils.MoeA2ABackend.NONE
-        return self
-
-    def __exit__(self, *_):
-        for module, name, value in self.saved:
-            setattr(module, name, value)

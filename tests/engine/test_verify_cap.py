@@ -83,8 +83,9 @@ def test_all_four_together(engine_python, published, tmp_path):
     seen = json.loads(result.stdout.splitlines()[-1])
     assert seen["gates"] == [True] * 3
     assert seen["greedy"] == [True] * 6
+    assert seen["region"] == [True, True]
     states = {entry["adapter"]: entry["state"] for entry in seen["report"]["adapters"]}
-    assert states == {"draft_tau": "installed", "block_verify": "fired", "verify_cap": "fired", "router_live": "fired"}
+    assert states == {"draft_tau": "fired", "block_verify": "fired", "verify_cap": "fired", "router_live": "fired"}
 
 
 @pytest.mark.parametrize("mode", ["compact", "cap-accept"])

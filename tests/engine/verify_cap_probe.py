@@ -15,10 +15,16 @@ import torch
 from sglang.srt.layers.moe import hash_topk
 from sglang.srt.models import deepseek_v4, deepseek_v4_dspark
 from sglang.srt.models.dspark import DSparkConfidenceHead
-from sglang.srt.speculative.dspark_components import dspark_observability, dspark_verify, dspark_worker_v2
+from sglang.srt.speculative.dspark_components import (
+    dspark_draft_sampler,
+    dspark_observability,
+    dspark_verify,
+    dspark_worker_v2,
+)
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync
 
 from dsv41_dist.adapters._speculative_live import LIVE, LiveCutoff
+from tests.engine import speculative_stand_ins
 from tests.engine.speculative_stand_ins import STRIDE, VOCAB, sampling_info, swap_innermost, worker_init
 
 RELEASE = sys.argv[1]
@@ -271,13 +277,18 @@ def region_and_tail(out, worker) -> None:
 
     out["tail after"] = [worker._verify_epilogue._serves_accept_tail(bs) for bs in (1, 4)]
     tokens, logits, _ = case(1)
-    sampler = SimpleNamespace(
+    # The real sampler: draft_tau gives it a buffer of its own.
+    sampler = dspark_draft_sampler.DsparkDraftSampler(
+        model=speculative_stand_ins.draft_model(),
+        gamma=GAMMA,
+        max_bs=4,
+        device="cpu",
+        noise=None,
+        tp_sync=sync(),
         greedy_draft=False,
-        step_logits=torch.randn(4, GAMMA, VOCAB),
-        params=SimpleNamespace(
-            temperatures=torch.ones(4), greedy_mask=torch.zeros(4, dtype=torch.bool), step_temperatures=torch.ones(4)
-        ),
     )
+    sampler.stage_sampling_params(bs=BS, sampling_info=sampling_info([[1.0]] * BS, [ALL] * BS))
+    sampler.step_logits = torch.randn(4, GAMMA, VOCAB)
     epilogue = make_epilogue()
     lengths = []
     for live in ([2, 2, 2], [3, 6, 2]):
