@@ -45,7 +45,8 @@ def rehearse(
     """Boot stock, and adapted if `gates` sets any; print the report; return 0 for READY, 1 for NOT READY.
 
     gates: "DSV41_X=1 DSV41_Y=..."; prompts: a JSON file with a list of lists of token ids; short: without the long
-    prompts; draft: decode with DSpark and the checkpoint's draft, at TP2 or TP4; timeout: seconds for one boot. Raises ArgumentError for a bad argument.
+    prompts; draft: decode with DSpark and the checkpoint's draft, at TP2 or TP4; timeout: seconds for one boot.
+    Raises ArgumentError for a bad argument.
     """
     start = time.monotonic()
     chosen = parse_gates(gates)

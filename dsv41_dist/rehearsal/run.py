@@ -105,9 +105,8 @@ def _watch(
                 say(f"{outcome.name}: ready after {event['seconds']:.0f} s ({pids})")
             elif kind == "stage":
                 outcome.stages.append(event)
-                say(
-                    f"{outcome.name}: {event['name']}: {sum(map(len, event['tokens']))} tokens, {event['seconds']:.0f} s"
-                )
+                tokens = sum(map(len, event["tokens"]))
+                say(f"{outcome.name}: {event['name']}: {tokens} tokens, {event['seconds']:.0f} s")
             elif kind == "done":
                 done = True
         seen = len(events)

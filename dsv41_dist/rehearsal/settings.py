@@ -1,4 +1,4 @@
-"""What one boot of the engine is asked to do, as JSON between the runner and the engine's process; and its environment."""
+"""What one boot of the engine is asked to do, as JSON between runner and engine; and the engine's environment."""
 
 from __future__ import annotations
 

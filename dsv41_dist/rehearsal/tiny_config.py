@@ -1,4 +1,4 @@
-"""The configuration of the tiny V4.1: every structure of the published one, at sizes that four CPU processes can run."""
+"""The configuration of the tiny V4.1: every structure of the published one, at sizes for four CPU processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Writes a tiny V4.1 checkpoint in the published names and formats, from a seed: what the engine's own loader reads.
 
-Weights are scaled so that the text depends on the whole prompt: sublayer outputs weigh as much as the embedding in the residual,
+Weights are scaled so that the text depends on the whole prompt: sublayer outputs weigh as much as the embedding,
 attention scores have a standard deviation of about two (so that single positions win), and the router's choices are
 spread. The draft's Markov head knows a bigram that the embedding and the head share, so that part of its guesses are
 right. Each tensor is drawn from its own generator, keyed by the seed and its name.
@@ -73,7 +73,7 @@ def tensors(config: TinyConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _bigram(config: TinyConfig, draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two tables [vocab, rank]; the score of token v after token t is after[v] . before[t], of standard deviation one."""
+    """Two tables [vocab, rank]; the score of token v after token t is after[v] . before[t], with deviation one."""
     before = draw.normal("bigram.before", config.vocab, config.markov_rank, std=1.0)
     return before, draw.matrix("bigram.after", config.vocab, config.markov_rank, 1.0)
 

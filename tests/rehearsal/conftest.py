@@ -1,4 +1,4 @@
-"""Marks: `engine` needs the engine's interpreter; `boots` starts engines, which takes minutes (launch/test.sh --full)."""
+"""Marks what needs the engine's interpreter; `rehearsals` boots engines, a minute or two each."""
 
 from __future__ import annotations
 

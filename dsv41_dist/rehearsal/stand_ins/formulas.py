@@ -52,7 +52,8 @@ def order_free_product(x: torch.Tensor, weight: torch.Tensor, share: float | tor
     """x [m, k] times weight [n, k] transposed, times share [m, 1]: the same bits however k is split over ranks.
 
     The products of 32 columns are summed in fp32 and rounded to multiples of 1/16. Sums of such multiples are exact in
-    fp32, and in bf16 below 16 (8 when the engine multiplies them by 1.5), so neither a rank's share of the groups nor the order of an all-reduce changes a bit.
+    fp32, and in bf16 below 16 (below 8 after the engine's factor of 1.5), so neither a rank's share of the groups nor
+    the order of an all-reduce changes a bit.
     """
     groups = torch.bmm(
         x.unflatten(-1, (-1, 32)).transpose(0, 1), weight.unflatten(-1, (-1, 32)).permute(1, 2, 0)
@@ -138,8 +139,8 @@ def split_sinkhorn(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hyper-connection mixes [..., (2 + hc) * hc] -> pre [..., hc], post [..., hc], comb [..., hc, hc], mixes' dtype.
 
-    pre = sigmoid + eps, post = 2 * sigmoid, comb: softmax of rows, then `iterations` Sinkhorn steps (manifold-constrained
-    hyper-connections, the V4 report).
+    pre = sigmoid + eps, post = 2 * sigmoid, comb: softmax of rows, then `iterations` Sinkhorn steps
+    (manifold-constrained hyper-connections, the V4 report).
     """
     pre, post, comb = mixes.float().split([hc, hc, hc * hc], dim=-1)
     base_pre, base_post, base_comb = base.float().split([hc, hc, hc * hc])

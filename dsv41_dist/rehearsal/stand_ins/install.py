@@ -196,12 +196,10 @@ class UnusedRope:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotImplementedError(
-            f"rotary_emb.{name}: the rehearsal has no stand-in for a rotary embedding that is used"
-        )
+        raise NotImplementedError(f"rotary_emb.{name}: the rehearsal has no rotary embedding that can be used")
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError("rotary_emb(): the rehearsal has no stand-in for a rotary embedding that is used")
+        raise NotImplementedError("rotary_emb(): the rehearsal has no rotary embedding that can be used")
 
 
 def _rope_factory(module: Any) -> None:

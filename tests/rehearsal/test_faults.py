@@ -1,0 +1,69 @@
+"""A killed rank and an interrupted command: named, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from dsv41_dist.rehearsal.run import boot_engine
+from dsv41_dist.rehearsal.settings import PACKAGE_ROOT, TAG, Stage, default_stages
+
+
+def tagged() -> set[int]:
+    """Processes of any rehearsal."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"{TAG}=".encode() in (entry / "environ").read_bytes():
+                    found.add(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def test_a_killed_scheduler_ends_the_boot_in_time_and_is_named(rehearsals):
+    before = tagged()
+    endless = (Stage("long", default_stages(long=False)[0].prompts, 60),)
+    killed: dict[str, float] = {}
+
+    def on_ready(line: str) -> None:
+        found = re.search(r"rank 2: (\d+)", line)
+        if found:
+
+            def kill() -> None:
+                time.sleep(6)  # into the prompts
+                killed["at"] = time.monotonic()
+                os.kill(int(found[1]), signal.SIGKILL)
+
+            threading.Thread(target=kill).start()
+
+    outcome = boot_engine(rehearsals.python, rehearsals.boot(stages=endless), "stock", say=on_ready)
+    took = time.monotonic() - killed["at"]
+    print(f"ended {took:.1f} s after the kill")
+    assert re.match(r"lost rank 2 \(process \d+\)", outcome.problem), outcome.problem
+    assert outcome.stages == []
+    assert tagged() - before == set()
+
+
+def test_an_interrupted_command_leaves_no_process(rehearsals):
+    before = tagged()
+    env = {**os.environ, "DSV41_ENGINE_PYTHON": rehearsals.python, "PYTHONPATH": str(PACKAGE_ROOT)}
+    command = [sys.executable, "-m", "dsv41_dist", "rehearse", "--tp", "2", "--no-draft"]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if ": ready after" in line:
+            break
+    assert len(tagged() - before) >= 3  # the first process and two ranks
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in err
+    assert tagged() - before == set()
