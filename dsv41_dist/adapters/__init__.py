@@ -2,9 +2,11 @@
 
 from .base import Adapter, Guarantee
 from .block_verify import BlockVerify
+from .draft_main_proj import DraftMainProj
 from .draft_tau import DraftTau
 from .folded_result_fence import FoldedResultFence
 from .replicated_split import ReplicatedSplit
+from .roce_gather import RoceGather
 from .router_live import RouterLive
 from .verify_cap import VerifyCap
 
@@ -17,4 +19,6 @@ REGISTRY: tuple[Adapter, ...] = (
     VerifyCap(),
     RouterLive(),
     ReplicatedSplit(),
+    DraftMainProj(),
+    RoceGather(),
 )
