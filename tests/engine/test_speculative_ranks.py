@@ -1,5 +1,5 @@
-"""Four gloo ranks in the engine's own start-up order: the speculative adapters and the fence together, and one rank that
-drafts at another temperature."""
+"""Four gloo ranks in the order in which the engine starts: the speculative adapters and the fence together, and one
+rank that drafts at another temperature."""
 
 from __future__ import annotations
 

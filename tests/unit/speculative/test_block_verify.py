@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -200,73 +199,3 @@ def test_arguments_that_do_not_fit(change, text):
     block_verify(**GOOD, noise=NoiseState(1, "cpu"))
     with pytest.raises(ValueError, match=text):
         block_verify(**(GOOD | change), noise=NoiseState(1, "cpu"))
-
-
-KINDS = ["plain", "equal", "one-hot", "zeros", "top-1", "bf16", "live", "nan draft", "sharp"]
-REQUESTS = 4  # of each kind, depth and step; the interpreter takes about 0.3 s for each
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("kind", "gamma"), list(itertools.product(KINDS, (1, 2, 3))))
-def test_the_kernel_is_the_twin(interpreter, kind, gamma):
-    from dsv41_dist.kernels import block_verify_triton
-
-    bs, vocab = REQUESTS, 19
-    gen = torch.Generator().manual_seed(gamma)
-    target = 2 * torch.randn(bs, gamma + 1, vocab, generator=gen)
-    draft = target[:, :gamma] + 0.7 * torch.randn(bs, gamma, vocab, generator=gen)
-    t_temp, d_temp = torch.rand(bs, generator=gen) + 0.3, torch.rand(bs, generator=gen) + 0.3
-    live = None
-    if kind == "equal":
-        draft, d_temp = target[:, :gamma].clone(), t_temp.clone()
-    if kind == "sharp":  # within rounding of one-hot
-        draft = torch.where(draft == draft.amax(-1, keepdim=True), draft + 40, draft)
-        target[:, :gamma] = draft + torch.randn(bs, gamma, vocab, generator=gen)
-    x = torch.multinomial(torch.softmax(draft / d_temp.view(-1, 1, 1), -1).view(-1, vocab), 1, generator=gen)
-    x = x.view(bs, gamma)
-    if kind == "one-hot":
-        draft = None
-    if kind == "zeros":
-        target[..., ::2] = -INF
-    if kind == "top-1":
-        target = torch.where(target == target.amax(-1, keepdim=True), target, -INF)
-    if kind == "bf16":
-        target, draft = target.bfloat16(), draft.bfloat16()
-    if kind == "live":
-        live = torch.randint(2, gamma + 2, (bs,), generator=gen, dtype=torch.int32)
-        target[torch.arange(gamma + 1)[None] >= live[:, None]] = NAN
-    if kind == "nan draft":
-        draft[1, 0, 3] = NAN
-    candidates = torch.cat([torch.zeros(bs, 1, dtype=torch.int64), x], 1)
-    ours, twin = NoiseState(gamma, "cpu"), NoiseState(gamma, "cpu")
-    for step in range(2):
-        coins = None if step else torch.rand(bs, gamma, generator=gen)
-        # Rows of a wider buffer, and two tiles: what the engine and a real vocabulary have.
-        wide = torch.cat([target.view(bs * (gamma + 1), vocab), torch.zeros(bs * (gamma + 1), 3)], 1)[:, :vocab]
-        args = (candidates, wide, draft, t_temp, d_temp)
-        got = block_verify_triton.launch(*args, ours, live, coins, tile=16)
-        names = ("candidates", "target", "draft_logits", "target_temperatures", "draft_temperatures")
-        want = block_verify_torch(**dict(zip(names, args, strict=True)), noise=twin, live=live, coins=coins)
-        assert got[0].tolist() == want.correct_len.tolist()
-        assert got[1].tolist() == want.bonus.tolist()
-        torch.testing.assert_close(got[2], want.weights, rtol=2e-6, atol=1e-7)
-        computed = got[3] > 0
-        torch.testing.assert_close(got[3][computed], want.thresholds[computed], rtol=1e-5, atol=1e-6)
-        assert [t.dtype for t in got] == [t.dtype for t in want]
-        assert torch.equal(ours.state, twin.state)
-
-
-def test_probabilities_instead_of_logits(interpreter):
-    from dsv41_dist.kernels import block_verify_triton
-
-    gen = torch.Generator().manual_seed(5)
-    p = torch.softmax(torch.randn(12, 19, generator=gen), -1)
-    p[:, ::3] = 0
-    draft = torch.randn(4, 2, 19, generator=gen)
-    candidates = torch.randint(0, 19, (4, 3), generator=gen)
-    args = (candidates, p, draft, None, torch.ones(4))
-    got = block_verify_triton.launch(*args, NoiseState(3, "cpu"), None, None, tile=16)
-    names = ("candidates", "target", "draft_logits", "target_temperatures", "draft_temperatures")
-    want = block_verify_torch(**dict(zip(names, args, strict=True)), noise=NoiseState(3, "cpu"))
-    assert got[0].tolist() == want.correct_len.tolist()
-    assert got[1].tolist() == want.bonus.tolist()

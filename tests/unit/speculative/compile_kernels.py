@@ -1,0 +1,51 @@
+"""Compile every speculative kernel for sm90. A GPU is not needed; TRITON_INTERPRET must not be set."""
+
+from __future__ import annotations
+
+import itertools
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dsv41_dist.kernels import block_verify_triton as block
+from dsv41_dist.kernels import verify_cap_triton as cap
+
+INTS = {"live", "lengths", "best_at", "ids", "packed", "rows_in_use", "out"}
+LONGS = {"candidates", "state", "bonus"}
+
+
+def kind(name, half):
+    if name.startswith(("target_stride", "draft_stride", "stride_")) or name in ("vocab", "tiles", "confidence_stride"):
+        return "i32"
+    if name in INTS:
+        return "*i32"
+    if name in LONGS:
+        return "*i64"
+    return "*bf16" if half and name in ("target", "draft") else "*fp32"
+
+
+def compiles(kernel, constants, warps=4, half=False):
+    signature = {n: "constexpr" if n in constants else kind(n, half) for n in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["cubin"]
+
+
+for gamma, target, draft, live, coins, half in [
+    (5, True, True, False, False, False),
+    (5, True, True, True, False, True),
+    (5, False, True, True, True, False),
+    (1, True, False, True, False, False),
+]:
+    c = {"GAMMA": gamma, "HAS_TARGET": target, "HAS_DRAFT": draft, "HAS_LIVE": live, "TILE": 4096}
+    compiles(block._row_stats, c, 8, half)
+    c |= {"HAS_COINS": coins, "TILES": 32}
+    if gamma > 1:
+        compiles(block._excess, c, 8, half)
+    compiles(block._choose, c, 8, half)
+compiles(block._finish, {"TILES": 32})
+for gamma in (1, 5):
+    compiles(cap._live_rows, {"GAMMA": gamma}, 1)
+for packed, padding in itertools.product((False, True), repeat=2):
+    compiles(cap._copy_rows, {"STRIDE": 6, "K": 6, "BLOCK_K": 8, "HAS_PACKED": packed, "HAS_PADDING": padding}, 1)
+print("compiled")
