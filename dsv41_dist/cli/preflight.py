@@ -27,7 +27,7 @@ class PreflightPlan:
 def run_preflight(rank: int, size: int, plan: PreflightPlan) -> int:
     """Join, run the checks, report on rank 0. Returns 0 for READY, 1 for NOT READY, the same on every rank."""
     from ..comm import Communicator
-    from . import engine_checks, preflight_checks  # noqa: F401  (they register their checks)
+    from . import engine_checks, preflight_checks, roce_checks  # noqa: F401  (they register their checks)
     from .checks import CHECKS, Context, Result
     from .environment import environment
     from .session import join

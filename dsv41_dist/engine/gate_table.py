@@ -82,6 +82,8 @@ GATES: tuple[Gate, ...] = (
     Gate("DSV41_COMM_CHECK", _F, False, "comm", "Checked mode: ranks compare each call before its data moves."),
     Gate("DSV41_COMM_LOG", Path(), None, "comm", "Folder that receives one decision log per rank.", volatile=True),
     Gate("DSV41_PEER_MAX_MIB", Int(1, 512, "MiB"), 16, "comm", "Largest call of the peer transport, of what one rank sends."),
+    Gate("DSV41_ROCE_MAX_MIB", Int(1, 64, "MiB"), 2, "comm", "Largest call over roce, in MiB of what one rank sends; sizes its memory."),
+    Gate("DSV41_ROCE_ROOT", Path(), None, "comm", "Folder that stands for / when roce reads the host; {rank} is replaced.", volatile=True),
     Gate("DSV41_BOOT_TIMEOUT_S", Float(0.5, 3600.0, "seconds"), 60.0, "boot", "How long the agreement over the new TP group waits for a rank."),
     Gate("DSV41_BOOT_REPORT", Path(), None, "boot", "File that receives the boot report as JSON, written by rank 0.", volatile=True),
     Gate("DSV41_PYTHON", Path(), None, "launch", "Interpreter the launch scripts use.", volatile=True),

@@ -64,6 +64,11 @@ class RoceTransport(Transport):
         self._connected = False
         self._counters: dict[str, int] = {}
 
+    @property
+    def memory_bytes(self) -> int:
+        """Pinned host memory, and the runtime's scratch on the device: for unaligned sums and for padded gathers."""
+        return self.settings.region_bytes(self.ranks.size) + (self.ranks.size + 3) * self.capacity
+
     @classmethod
     def probe(cls, ranks: Ranks) -> str | None:
         if not 2 <= ranks.size <= MAX_WORLD:
