@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 
@@ -105,7 +106,7 @@ def test_the_report_has_routes_counts_memory_and_the_guarantee(ranks):
         assert entry["memory_bytes"] == (10 << 21) + (64 << 10) + (7 << 21)
         (note,) = entry["notes"]
         assert note.startswith("over roce: all_gather to 4096 bytes" + (", all_reduce to 2048 bytes" if routed else ""))
-        assert "all_gather over roce >= 128 calls" in note
+        assert int(re.search(r"all_gather over roce >= (\d+) calls", note)[1]) >= 128
         assert "all_gather stock: dtype >= 2 calls" in note
 
 

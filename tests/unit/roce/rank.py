@@ -170,7 +170,34 @@ def hang_in_close(ranks: Ranks) -> dict[str, object]:
     return {"closing": time.monotonic() - started}
 
 
+def preflight(ranks: Ranks) -> list[dict[str, object]]:
+    """preflight's RoCE section, for each case of PREFLIGHT (what rank 2's folder is, what it has set)."""
+    from dsv41_dist.cli import roce_checks  # noqa: F401
+    from dsv41_dist.cli.checks import CHECKS, Context
+
+    (found,) = [check for check in CHECKS if check.name == "roce"]
+    comm = Communicator.create(ranks)
+    out: list[dict[str, object]] = []
+    for variables in json.loads(os.environ["PREFLIGHT"]):
+        if ranks.rank == 2:
+            os.environ.update(variables)
+        context = Context(ranks, comm, None, "cpu", "process_group", "own")
+        started = time.monotonic()
+        wanted = found.wanted(context)
+        result = found.run(context)
+        took = time.monotonic() - started
+        out.append({"wanted": wanted, "reasons": result.reasons, "rows": result.rows, "took": took})
+        if ranks.rank == 2:
+            os.environ.update({name: START.get(name, "") for name in variables})
+    for name in ("DSV41_ROCE_ROOT", "DSV41_ONESHOT", "DSV41_ROCE_GATHER"):
+        os.environ.pop(name, None)
+    out.append({"wanted": found.wanted(context)})
+    comm.close()
+    return out
+
+
 SCENARIOS = {
+    "preflight": preflight,
     "collectives": collectives,
     "one_fails": one_fails,
     "skip": lambda ranks: missing_rank(ranks, skip),

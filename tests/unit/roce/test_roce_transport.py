@@ -15,7 +15,7 @@ from dsv41_dist.comm.ranks import Ranks
 from dsv41_dist.comm.transports import TRANSPORTS, transport_class
 from dsv41_dist.comm.transports.roce import RoceTransport
 
-from .fake_host import ENV, host, write
+from .fake_host import ENV, host, set_ip, write
 
 
 def run(tmp_path, scenarios, world=4, **extra):
@@ -109,6 +109,32 @@ def test_one_rank_that_cannot_takes_all_back_together(attempts, case):
         assert len(result["warnings"]) == (rank == 0)
     assert CASES[case][2] in results[0]["warnings"][0]
     print(f"{CASES[case][0]}: {max(result['took'] for result in results):.2f} s to fall back")
+
+
+def test_preflight_names_the_unfit_host_with_its_fix(tmp_path):
+    cases = [
+        ({}, []),
+        (
+            {"DSV41_ROCE_ROOT": str(tmp_path / "spoiled")},
+            [
+                "rank 2: spark-2: roceP2p1s0f0 (enP2p1s0f0, 10.0.7.3): HCA 0: subnet is 10.0.7.0/24, the others",
+                "rank 2: spark-2: rocep1s0f0 (enp1s0f0, 10.0.0.3): HCA 1: MTU is 1500, the others have 9000",
+            ],
+        ),
+        ({"NCCL_IB_HCA": "^roceP2p1s0f0"}, ["rank 2: spark-2: HCA count is 1, the others have 2"]),
+        ({"DSV41_ROCE_ROOT": "/nowhere"}, ["rank 2: DSV41_ROCE_ROOT='/nowhere' on rank 2: allowed is"]),
+    ]
+    set_ip(host(tmp_path / "spoiled", 2), "roceP2p1s0f0", "10.0.7.3")
+    write(tmp_path / "spoiled", "sys/class/net/enp1s0f0/mtu", "1500")
+    said = run(tmp_path, ["preflight"], PREFLIGHT=json.dumps([variables for variables, _ in cases]))["preflight"]
+    for rank in range(4):
+        for (variables, expected), got in zip(cases, said[rank][:-1], strict=True):
+            assert got["wanted"]
+            assert len(got["reasons"]) == len(expected), (variables, got)
+            assert all(reason.startswith(start) for reason, start in zip(got["reasons"], expected, strict=True)), got
+        assert said[rank][0]["rows"][0][:4] == ["0", "spark-0", "0: roceP2p1s0f0", "enP2p1s0f0"]
+        assert said[rank][-1] == {"wanted": False}
+    print("seconds:", [round(got["took"], 3) for got in said[0][:-1]])
 
 
 @pytest.fixture(scope="module")
