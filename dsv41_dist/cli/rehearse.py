@@ -19,6 +19,7 @@ from ..rehearsal.report import as_json, judge, text
 from ..rehearsal.run import boot_engine, make_checkpoint
 from ..rehearsal.settings import Boot, Stage, default_stages
 from ..rehearsal.tiny_config import TinyConfig
+from ..rehearsal.tiny_model import checkpoint_folder
 from ..rehearsal.verdict import Outcome, compare
 
 __all__ = ["RELEASES", "engine_python", "every_gate", "parse_gates", "rehearse"]
@@ -69,7 +70,7 @@ def rehearse(
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    folder = cache_folder() / "rehearsal" / f"tiny-{_number('--seed', seed, range(1 << 31))}"
+    folder = checkpoint_folder(cache_folder() / "rehearsal", _number("--seed", seed, range(1 << 31)))
     say(f"checkpoint: {folder}")
     make_checkpoint(python, folder, int(seed))
     boot = Boot(

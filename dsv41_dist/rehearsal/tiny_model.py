@@ -1,7 +1,7 @@
 """Writes a tiny V4.1 checkpoint in the published names and formats, from a seed: what the engine's own loader reads.
 
 Weights are scaled so that the text depends on the whole prompt: sublayer outputs weigh as much as the embedding,
-attention scores have a standard deviation of about two (so that single positions win), and the router's choices are
+attention scores have a standard deviation of about three (so that single positions win), and the router's choices are
 spread. The draft's Markov head knows a bigram that the embedding and the head share, so that part of its guesses are
 right. Each tensor is drawn from its own generator, keyed by the seed and its name.
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +21,11 @@ import torch
 from .formats import encode_block_fp8, encode_mxfp4, encode_row_fp8
 from .tiny_config import TinyConfig, engram_rows
 
-__all__ = ["checkpoint_digest", "tensors", "write_checkpoint"]
+__all__ = ["checkpoint_digest", "checkpoint_folder", "tensors", "write_checkpoint"]
 
 _SHARD_BYTES = 12 << 20
 _BF16 = torch.bfloat16
-_BIGRAM = 4.0  # weight of the bigram in the embedding, next to values of standard deviation one
+_BIGRAM = 2.5  # weight of the bigram in the embedding, next to values of standard deviation one
 
 
 class _Draw:
@@ -84,7 +86,7 @@ def _decoder(config: TinyConfig, draw: _Draw, at: str) -> Iterator[tuple[str, to
     yield from draw.fp8(f"{at}.attn.wkv", dim, hidden)
     yield draw.norm(f"{at}.attn.q_norm", config.q_lora_rank)
     yield draw.norm(f"{at}.attn.kv_norm", dim)
-    yield from draw.fp8(f"{at}.attn.wq_b", heads * dim, config.q_lora_rank, 2.0)
+    yield from draw.fp8(f"{at}.attn.wq_b", heads * dim, config.q_lora_rank, 3.0)
     yield from draw.fp8(f"{at}.attn.wo_a", config.o_groups * config.o_lora_rank, heads * dim // config.o_groups)
     yield from draw.fp8(f"{at}.attn.wo_b", hidden, config.o_groups * config.o_lora_rank, 0.7)
     yield f"{at}.attn.attn_sink", draw.normal(f"{at}.attn.attn_sink", heads, std=0.5)
@@ -162,14 +164,14 @@ def write_checkpoint(
     """Write config, safetensors shards with their index, and a word-level tokenizer; return the folder.
 
     `replaced` overrides tensors by published name (tests change one at a time); an unknown name is a KeyError.
-    A folder that holds the same checkpoint already is left alone.
+    A folder that holds the same checkpoint already is left alone. It is written beside and moved, so that a reader never
+    sees half of one.
     """
     folder, config, replaced = Path(folder), config or TinyConfig(), dict(replaced or {})
     digest = checkpoint_digest(seed, config, replaced)
     stamp = folder / "rehearsal.digest"
     if stamp.is_file() and stamp.read_text() == digest:
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, torch.Tensor]] = [{}]
     for name, tensor in tensors(config, seed):
         if sum(t.nbytes for t in shards[-1].values()) > _SHARD_BYTES:
@@ -179,19 +181,31 @@ def write_checkpoint(
         raise KeyError(f"no such tensors in the tiny checkpoint: {', '.join(sorted(replaced))}")
     from safetensors.torch import save_file
 
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    partial.mkdir(parents=True)
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file)
+        save_file(shard, partial / file)
         index.update(dict.fromkeys(shard, file))
     total = sum(t.nbytes for shard in shards for t in shard.values())
-    _json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
-    _json(folder / "config.json", config.as_json())
-    _json(folder / "tokenizer.json", _tokenizer(config.vocab))
+    _json(partial / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+    _json(partial / "config.json", config.as_json())
+    _json(partial / "tokenizer.json", _tokenizer(config.vocab))
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
-    _json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
-    stamp.write_text(digest)
+    _json(partial / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
+    (partial / stamp.name).write_text(digest)
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        partial.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(partial)
     return folder
+
+
+def checkpoint_folder(root: Path, seed: int) -> Path:
+    """Where the default checkpoint of a seed is kept under `root`: a folder of its own for every version of it."""
+    return root / f"tiny-{seed}-{checkpoint_digest(seed, TinyConfig())}"
 
 
 def checkpoint_digest(seed: int, config: TinyConfig, replaced: dict[str, torch.Tensor] | None = None) -> str:

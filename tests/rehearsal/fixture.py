@@ -23,6 +23,7 @@ from dsv41_dist.comm.errors import ArgumentError
 from dsv41_dist.engine.survey import cache_folder
 from dsv41_dist.rehearsal.run import boot_engine, make_checkpoint
 from dsv41_dist.rehearsal.settings import PACKAGE_ROOT, Boot, default_stages
+from dsv41_dist.rehearsal.tiny_model import checkpoint_folder
 from dsv41_dist.rehearsal.verdict import Outcome
 
 __all__ = ["Rehearsals", "rehearsal_python", "rehearsals"]
@@ -43,7 +44,7 @@ class Rehearsals:
         self._seen: dict[str, Outcome] = {}
 
     def checkpoint(self, seed: int = 1) -> str:
-        return str(make_checkpoint(self.python, cache_folder() / "rehearsal" / f"tiny-{seed}", seed))
+        return str(make_checkpoint(self.python, checkpoint_folder(cache_folder() / "rehearsal", seed), seed))
 
     def boot(self, **what) -> Boot:
         """A Boot with the default checkpoint and the ten short prompts unless told otherwise."""

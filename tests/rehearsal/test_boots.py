@@ -40,7 +40,8 @@ def test_long_prompts_are_chunked_and_a_known_prefix_is_not_computed_again(rehea
 
 
 def test_drafts_are_accepted_and_the_text_is_that_of_the_target(rehearsals):
-    plain, drafted = rehearsals.stock(order_free=True), rehearsals.stock(speculative=True, order_free=True)
+    plain = rehearsals.stock(tp=2, order_free=True)
+    drafted = rehearsals.stock(tp=2, order_free=True, speculative=True)
     assert tokens(drafted) == tokens(plain)
     steps = sum(entry["mode"] == "TARGET_VERIFY" and not entry["draft"] for entry in drafted.ranks[0])
     assert 0 < steps < sum(entry["mode"] == "DECODE" for entry in plain.ranks[0])
@@ -64,13 +65,13 @@ def test_any_changed_token_of_the_prompt_changes_the_text(rehearsals):
     variants = [base]
     for position in (0, 1, 7, 40, 90, 125, 158):
         variants.append((*base[:position], base[position] + 1, *base[position + 1 :]))
-    outcome = rehearsals.stock(tp=1, stages=(Stage("one changed token", tuple(variants), 6),))
+    outcome = rehearsals.stock(tp=1, stages=(Stage("one changed token", tuple(variants), 12),))
     first, *others = tokens(outcome)
     assert all(other != first for other in others), (first, others)
 
 
 def test_one_flipped_bit_is_found(rehearsals):
-    stock, wrong = rehearsals.stock(), rehearsals.stock(extra_path=(FLIP,))
+    stock, wrong = rehearsals.stock(tp=2), rehearsals.stock(tp=2, extra_path=(FLIP,))
     found = compare(stock, wrong)
     assert not found.logits_equal
     assert any("logits bytes differ first at forward 11" in problem for problem in found.problems)
@@ -86,7 +87,9 @@ def test_an_engine_file_that_was_changed_is_refused_and_nothing_is_left_running(
     old = "            return self.verify_epilogue.read_accept(bs)\n"
     assert text.count(old) == 1
     file.write_text(text.replace(old, old.replace("(bs)", "(bs + 0)")))
-    outcome = boot_engine(rehearsals.python, rehearsals.boot(gates=FENCE, tree=str(tree), speculative=True), "adapted")
+    outcome = boot_engine(
+        rehearsals.python, rehearsals.boot(tp=2, gates=FENCE, tree=str(tree), speculative=True), "adapted"
+    )
     assert "dsv41_dist refuses to go on" in outcome.problem, outcome.log
     assert "TargetVerifyExecutor.accept_and_finalize" in outcome.problem
     assert outcome.stages == []
