@@ -87,10 +87,10 @@ def find() -> Library:
         release = version("b12x")
     except PackageNotFoundError:
         raise TransportUnavailable("roce", f"b12x is not installed: {_TODO}") from None
-    if find_spec("b12x.comm") is None or find_spec("b12x.comm.roce") is None:
-        raise TransportUnavailable("roce", f"b12x {release} has no comm.roce: {_TODO}")
     found: dict[str, Any] = {}
     try:
+        if find_spec("b12x.comm") is None or find_spec("b12x.comm.roce") is None:
+            raise TransportUnavailable("roce", f"b12x {release} has no comm.roce: {_TODO}")
         for module, name, _ in SURFACE:
             found[name] = _resolve(import_module(module), name)
     except ImportError as error:
