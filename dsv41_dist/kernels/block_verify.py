@@ -83,7 +83,7 @@ def block_laws(
     excess = w[:, :gamma, None] * target_probs[:, :gamma] - q
     correction = torch.where(excess > 0, excess, torch.zeros_like(excess))
     total = correction.sum(-1)
-    h = torch.where(w[:, :gamma] >= 1, torch.ones_like(total), total / (total + 1 - w[:, :gamma]))
+    h = torch.where(w[:, :gamma] >= 1, torch.ones_like(total), total / (total + (1 - w[:, :gamma])))
     h = torch.cat([h, w[:, gamma:]], dim=1)
     correction = torch.cat([correction, target_probs[:, gamma:]], dim=1)
     if live is not None:

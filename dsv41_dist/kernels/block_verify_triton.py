@@ -223,7 +223,7 @@ def _choose(
         if i < GAMMA:
             parts = tl.load(part_excess + (b * GAMMA + i) * tiles + at, mask=at < tiles, other=0.0)
             total = tl.sum(parts, axis=0)
-            inner = tl.where(w >= 1.0, 1.0, total / (total + 1.0 - w))
+            inner = tl.where(w >= 1.0, 1.0, total / (total + (1.0 - w)))
             h = tl.where(i == last, w, inner)
         h = tl.where(i > last, 0.0, h)
         accepted = _coin(coins, state, b, j, GAMMA, HAS_COINS) < h
