@@ -125,11 +125,9 @@ def preflight(
 def rehearse(
     gates: Annotated[str, typer.Option(help='gates of the adapted boot: "DSV41_X=1 DSV41_Y=..."')] = "",
     tp: Annotated[str, typer.Option(help="tensor-parallel ranks: 1, 2 or 4")] = "4",
-    engine_version: Annotated[str, typer.Option(help="0.5.23, 0.5.22 or 0.5.21")] = "0.5.23",
     prompts: Annotated[str | None, typer.Option(help="JSON file: a list of lists of token ids")] = None,
     new_tokens: Annotated[str, typer.Option(help="tokens generated per prompt")] = "6",
     seed: Annotated[str, typer.Option(help="seed of the tiny checkpoint's weights")] = "1",
-    http: Annotated[bool, typer.Option("--http", help="through the HTTP server instead of the offline engine")] = False,
     draft: Annotated[bool, typer.Option("--draft/--no-draft", help="decode with DSpark and the tiny draft")] = True,
     order_free: Annotated[bool, typer.Option("--order-free", help="sums whose bits do not depend on order")] = False,
     short: Annotated[bool, typer.Option("--short", help="without the long prompts")] = False,
@@ -144,11 +142,9 @@ def rehearse(
         run_rehearsal(
             gates,
             tp,
-            engine_version,
             prompts,
             new_tokens,
             seed,
-            http,
             draft,
             order_free,
             short,

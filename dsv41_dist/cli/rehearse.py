@@ -22,20 +22,17 @@ from ..rehearsal.tiny_config import TinyConfig
 from ..rehearsal.tiny_model import checkpoint_folder
 from ..rehearsal.verdict import Outcome, compare
 
-__all__ = ["RELEASES", "engine_python", "every_gate", "parse_gates", "rehearse"]
+__all__ = ["engine_python", "every_gate", "parse_gates", "rehearse"]
 
-RELEASES = ("0.5.23", "0.5.22", "0.5.21")
 _TODO = "run launch/engine_env.sh once (launch/rehearse.sh does), or set DSV41_ENGINE_PYTHON"
 
 
 def rehearse(
     gates: str = "",
     tp: str = "4",
-    engine_version: str = "0.5.23",
     prompts: str | None = None,
     new_tokens: str = "6",
     seed: str = "1",
-    http: bool = False,
     draft: bool = True,
     order_free: bool = False,
     short: bool = False,
@@ -62,7 +59,6 @@ def rehearse(
     if missing:
         raise ArgumentError(f"--gates: {', '.join(missing)} is not in this version; `adapters` lists what there is")
     python = engine_python()
-    tree = _tree(engine_version, python)
     adapters = [adapter for adapter in REGISTRY if adapter.name in owners]
     # A sum that an adapter reorders can only be judged where its order does not matter.
     reordered = any(adapter.guarantee == Guarantee.REORDERED_SUM for adapter in adapters)
@@ -77,16 +73,14 @@ def rehearse(
         checkpoint=str(folder),
         stages=stages,
         tp=ranks,
-        tree=tree,
         speculative=draft,
         order_free=order_free or reordered,
-        http=http,
     )
     outcomes: list[Outcome] = []
     for name, values in (("stock", {}), ("adapted", chosen)):
         if name == "adapted" and (not chosen or outcomes[0].problem):
             continue
-        say(f"{name}: SGLang {engine_version}, TP{ranks}, {ranks + 2} processes are starting (a minute or so) ...")
+        say(f"{name}: TP{ranks}, {ranks + 2} processes are starting (a minute or so) ...")
         outcomes.append(boot_engine(python, _with(boot, values), name, timeout_s=bound, say=say))
     ran = len(outcomes) == 2 and not any(outcome.problem for outcome in outcomes)
     exact = all(adapter.guarantee != Guarantee.EXACT_IN_DISTRIBUTION for adapter in adapters)
@@ -101,7 +95,8 @@ def rehearse(
     else:
         what = " ".join(f"{name}={value}" for name, value in chosen.items()) or "no gates"
         mode = "".join([", DSpark" if draft else ", no draft", ", order-free sums" if boot.order_free else ""])
-        header = f"dsv41_dist rehearse: SGLang {engine_version}, TP{ranks} on CPU processes, seed {seed}, {what}{mode}"
+        engine = f"SGLang {outcomes[0].version or '?'}, TP{ranks} on CPU processes"
+        header = f"dsv41_dist rehearse: {engine}, seed {seed}, {what}{mode}"
         print(text(outcomes, comparison, problems, notes, header, seconds))
     return 1 if problems else 0
 
@@ -143,20 +138,6 @@ def engine_python() -> str:
 
 def _with(boot: Boot, gates: dict[str, str]) -> Boot:
     return Boot(**{**boot.__dict__, "gates": gates})
-
-
-def _tree(release: str, python: str) -> str:
-    """The folder to put before the interpreter's own packages: none for the release that is installed there."""
-    if release not in RELEASES:
-        raise ArgumentError(f"--engine-version {release!r}: allowed is {', '.join(RELEASES)}")
-    code = "import importlib.metadata as m; print(m.version('sglang'))"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    if done.stdout.strip().partition("+")[0] == release:
-        return ""
-    folder = cache_folder() / "engines" / release
-    if not (folder / "sglang" / "__init__.py").is_file():
-        raise ArgumentError(f"--engine-version {release}: {folder} is not an unpacked wheel; {_TODO}")
-    return str(folder)
 
 
 def _stages(file: str | None, new_tokens: int, short: bool) -> tuple[Stage, ...]:

@@ -40,7 +40,6 @@ class Boot:
     tree: str = ""
     speculative: bool = False
     order_free: bool = False
-    http: bool = False
     extra_path: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict[str, str])
 

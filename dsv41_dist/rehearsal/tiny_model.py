@@ -164,8 +164,8 @@ def write_checkpoint(
     """Write config, safetensors shards with their index, and a word-level tokenizer; return the folder.
 
     `replaced` overrides tensors by published name (tests change one at a time); an unknown name is a KeyError.
-    A folder that holds the same checkpoint already is left alone. It is written beside and moved, so that a reader never
-    sees half of one.
+    A folder that holds the same checkpoint already is left alone. A new one is written beside it and moved, so that a
+    reader never sees half of one.
     """
     folder, config, replaced = Path(folder), config or TinyConfig(), dict(replaced or {})
     digest = checkpoint_digest(seed, config, replaced)

@@ -45,6 +45,7 @@ def test_a_killed_scheduler_ends_the_boot_in_time_and_is_named(rehearsals):
             threading.Thread(target=kill).start()
 
     outcome = boot_engine(rehearsals.python, rehearsals.boot(stages=endless), "stock", say=on_ready)
+    assert "at" in killed, outcome.problem
     took = time.monotonic() - killed["at"]
     print(f"ended {took:.1f} s after the kill")
     assert re.match(r"lost rank 2 \(process \d+\)", outcome.problem), outcome.problem
