@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..comm import SelfCheck, Split, TileSplit
-from ..comm.transports import Call
+from ..comm import Call, SelfCheck, Split, TileSplit
 from . import _split_layout as layout
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..comm import TileSplit
-from ..comm.transports import Call
-from ..kernels.main_proj import MAX_ROWS, Twin, exact_twin, main_proj
-from ._split_layout import TILE, CannotSlice
+from ..comm import Call, TileSplit
+from ..kernels.main_proj import MAX_ROWS, TILE_N, Twin, exact_twin, main_proj
+from ._split_layout import CannotSlice
 
 if TYPE_CHECKING:
     from ..comm import Communicator
@@ -46,7 +45,7 @@ class MainProj:
     def __init__(self, layer: Any, comm: Communicator) -> None:
         if getattr(layer, "bias", None) is not None:
             raise CannotSlice("main_proj has a bias")
-        split = TileSplit.plan(layer.output_size, TILE, comm.ranks.size)
+        split = TileSplit.plan(layer.output_size, TILE_N, comm.ranks.size)
         if not split:
             raise CannotSlice(str(split))
         lo = split.start(comm.ranks.rank)

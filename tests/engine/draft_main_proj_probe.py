@@ -19,7 +19,7 @@ from dsv41_dist.kernels.main_proj import weight_of
 from tests.engine import split_fp8
 from tests.engine.split_ranks import bits, run_world, runner, state_of
 
-N, K = 640, 256  # 5 tiles: 2/1/1/1 over four ranks
+N, K = 640, 256  # 10 tiles of 64: 3/3/2/2 over four ranks
 
 
 def draft(main_proj: torch.nn.Module) -> DeepseekV4ForCausalLMDSpark:

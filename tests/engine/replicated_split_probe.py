@@ -207,6 +207,11 @@ def fp8(rank, args):
                 notes += attach(args, {ATTN.format(0): layer}, "wqkv_a", **gates)
                 one = drive(case, layer, [1, 6, 17], make)
                 results.append({**one, "input": make.__name__ if make else "plain", "kind": split_of(layer).kind.name})
+    # The engine's own Triton kernel, in the interpreter; the input is quantized already, which is a CUDA kernel's work.
+    layer = split_fp8.block_layer(640, 64)
+    split_fp8.real_block_gemm(layer)
+    attach(args, {ATTN.format(0): layer}, "wqkv_a", **gates)
+    results.append({**drive("real kernel", layer, [1, 6], split_fp8.pair_input), "input": "pair_input"})
     # Scales that are moved, as a wrong slice would: the check must see it.
     layer = split_fp8.mxfp8_layer(1792, 96)
     attach(args, {ATTN.format(0): layer}, "wqkv_a")

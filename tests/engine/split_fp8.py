@@ -1,6 +1,7 @@
-"""Real quantized ReplicatedLinear layers for the split probes. Their GEMMs need a GPU that a CPU is not: here they are
-deterministic stand-ins that read weight and scales where the real kernels do (row-major blocks, or the flat 128x4
-buffer), dequantize and sum over K in an order that does not depend on rows or columns."""
+"""Real quantized ReplicatedLinear layers for the split probes. The engine's block GEMM is a Triton kernel and runs in
+the interpreter, slowly (`real_block_gemm`); MXFP8's needs a GPU. Elsewhere they are deterministic stand-ins that read
+weight and scales where the real kernels do (row-major blocks, or the flat 128x4 buffer), dequantize, and sum over K in
+an order that does not depend on rows or columns."""
 
 from __future__ import annotations
 
@@ -30,6 +31,12 @@ def block_layer(n: int, k: int, block: int = 32) -> ReplicatedLinear:
         parameter.requires_grad_(False)
     layer.quant_method.w8a8_block_fp8_linear = block_gemm
     return layer
+
+
+def real_block_gemm(layer: ReplicatedLinear) -> None:
+    """Put the engine's own kernel back. It looks for a tuned configuration by the name of the GPU."""
+    sys.modules[fp8_utils.w8a8_block_fp8_matmul_triton.__module__].get_device_name = lambda *_: "no GPU"
+    layer.quant_method.w8a8_block_fp8_linear = fp8_utils.triton_w8a8_block_fp8_linear
 
 
 def mxfp8_layer(n: int, k: int) -> ReplicatedLinear:

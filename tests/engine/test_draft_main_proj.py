@@ -58,7 +58,7 @@ def test_the_result_is_the_unquantized_one_to_bf16(seen):
 
 def test_the_report_says_what_it_costs_and_saves(seen):
     _, out = seen
-    for rank, columns in enumerate((256, 128, 128, 128)):
+    for rank, columns in enumerate((192, 192, 128, 128)):
         one = out["served:4"][rank]["bf16"]
         assert one["memory"] == columns * 256 * 33 // 32
         assert one["notes"][0].startswith("main_proj over 4 ranks: a projection streams 0.")

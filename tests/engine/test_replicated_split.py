@@ -63,8 +63,9 @@ def test_bytes_are_those_of_the_stock_layer_on_four_ranks(probe, release):
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_quantized_layers_run_their_own_linear_on_cut_scales(probe, release):
-    """The real Fp8LinearMethod dispatches; the GEMM behind it is a stand-in (split_fp8.py) that reads real layouts."""
-    *results, moved = drives(probe(release, "fp8:4"))
+    """The real Fp8LinearMethod dispatches; the GEMM behind it is a stand-in (split_fp8.py) that reads real layouts, or
+    the engine's own block kernel in Triton's interpreter."""
+    *results, real, moved = drives(probe(release, "fp8:4"))
     assert [(one["name"], one["input"]) for one in results[:6]] == [
         ("block 32", "plain"),
         ("block 32", "pair_input"),
@@ -77,6 +78,7 @@ def test_quantized_layers_run_their_own_linear_on_cut_scales(probe, release):
     for one in results:
         assert (one["equal"], one["fired"], one["variants"]) == ([True] * 3, [1] * 3, ["compact"]), one
         assert one["kind"] == kinds.get(one["name"], "MXFP8, scales in 128x4")
+    assert (real["equal"], real["fired"], real["variants"]) == ([True] * 2, [1] * 2, ["compact"])
     # One rank's scales a byte further on: stock for all.
     assert (moved["equal"], moved["fired"], moved["variants"]) == ([True], [0], ["stock"])
 
