@@ -9,27 +9,28 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 
 from dsv41_dist.rehearsal.run import boot_engine
-from dsv41_dist.rehearsal.settings import PACKAGE_ROOT, TAG, Stage, default_stages
+from dsv41_dist.rehearsal.settings import PACKAGE_ROOT, Stage, default_stages
 
 
-def tagged() -> set[int]:
-    """Processes of any rehearsal."""
-    found = set()
+def marked(mark: str) -> list[int]:
+    """Processes that inherited this test's mark; other rehearsals may be running here."""
+    found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                if f"{TAG}=".encode() in (entry / "environ").read_bytes():
-                    found.add(int(entry.name))
+                if f"REHEARSED_BY={mark}".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
             except OSError:
                 continue
     return found
 
 
 def test_a_killed_scheduler_ends_the_boot_in_time_and_is_named(rehearsals):
-    before = tagged()
+    mark = uuid.uuid4().hex
     endless = (Stage("long", default_stages(long=False)[0].prompts, 60),)
     killed: dict[str, float] = {}
 
@@ -44,27 +45,34 @@ def test_a_killed_scheduler_ends_the_boot_in_time_and_is_named(rehearsals):
 
             threading.Thread(target=kill).start()
 
-    outcome = boot_engine(rehearsals.python, rehearsals.boot(stages=endless), "stock", say=on_ready)
+    outcome = boot_engine(
+        rehearsals.python, rehearsals.boot(stages=endless, extra_env={"REHEARSED_BY": mark}), "stock", say=on_ready
+    )
     assert "at" in killed, outcome.problem
     took = time.monotonic() - killed["at"]
     print(f"ended {took:.1f} s after the kill")
     assert re.match(r"lost rank 2 \(process \d+\)", outcome.problem), outcome.problem
     assert outcome.stages == []
-    assert tagged() - before == set()
+    assert marked(mark) == []
 
 
 def test_an_interrupted_command_leaves_no_process(rehearsals):
-    before = tagged()
-    env = {**os.environ, "DSV41_ENGINE_PYTHON": rehearsals.python, "PYTHONPATH": str(PACKAGE_ROOT)}
+    mark = uuid.uuid4().hex
+    env = {
+        **os.environ,
+        "REHEARSED_BY": mark,
+        "DSV41_ENGINE_PYTHON": rehearsals.python,
+        "PYTHONPATH": str(PACKAGE_ROOT),
+    }
     command = [sys.executable, "-m", "dsv41_dist", "rehearse", "--tp", "2", "--no-draft"]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if ": ready after" in line:
             break
-    assert len(tagged() - before) >= 3  # the first process and two ranks
+    assert len(marked(mark)) >= 4  # the command, the engine's first process and two ranks
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "interrupted" in err
-    assert tagged() - before == set()
+    assert marked(mark) == []
