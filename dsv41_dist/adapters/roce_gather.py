@@ -91,7 +91,6 @@ class _Collectives:
         self.transport = ""
         self.counts: dict[tuple[str, str], list[int]] = {}  # (op, way) -> calls, bytes
         self._formed = False
-        self._stock = False  # inside a stock gather, which ends in the choke point: counted and refused already
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
@@ -183,12 +182,9 @@ class _Collectives:
             if why is None:
                 self._count("all_gather", self.transport, input_)
                 return self.comm.all_gather(input_, dim, label=_LABEL)
-            self._count("all_gather", why, input_)
-            self._stock = True
-            try:
-                return original(group, input_, dim, output_tensor_list)
-            finally:
-                self._stock = False
+            if input_.is_cpu or output_tensor_list is not None:
+                self._count("all_gather", why, input_)  # any other call is counted at the choke point
+            return original(group, input_, dim, output_tensor_list)
 
         return all_gather
 
@@ -239,7 +235,7 @@ class _Collectives:
         return _all_reduce_out_place
 
     def _serves(self, op: str, group: Any) -> bool:
-        return group is self.group and self.limits[op] > 0 and not self._stock
+        return group is self.group and self.limits[op] > 0
 
     def refusal(self, op: str, x: Any, **facts: Any) -> str | None:
         """Why a call is left to the engine; from what is equal on every rank."""

@@ -17,16 +17,16 @@ pytestmark = pytest.mark.timeout(240)
 GATES = {"DSV41_ROCE_GATHER": "4096", "DSV41_ONESHOT": "roce"}
 
 
-def run(python, tree, folder, **extra):
+def run(python, tree, folder, world=WORLD, **extra):
     """(status, last line of output, errors) of each rank."""
-    for rank in range(WORLD):
+    for rank in range(world):
         host(folder / f"host{rank}", rank)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     ranks = []
-    for rank in range(WORLD):
-        where = {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for rank in range(world):
+        where = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         root = {"DSV41_ROCE_ROOT": str(folder / "host{rank}"), "PATH": "/usr/bin:/bin"}
         env = engine_env(tree, **where, **root, **{**GATES, **extra})
         args = [python, str(HERE / "roce_gather_probe.py")]
@@ -111,8 +111,8 @@ def test_the_report_has_routes_counts_memory_and_the_guarantee(ranks):
 
 
 def test_a_transport_that_was_asked_for_and_cannot_be_had_ends_all_ranks(engine_python, published, tmp_path):
-    ended = run(engine_python, published(RELEASES[-1]), tmp_path, PROBE_FAULT="build")
-    assert [status for status, _, _ in ended] == [1] * WORLD, ended[0][2][-3000:]
+    ended = run(engine_python, published(RELEASES[-1]), tmp_path, 2, PROBE_FAULT="build")
+    assert [status for status, _, _ in ended] == [1, 1], ended[0][2][-3000:]
     assert "DSV41_ONESHOT=roce" in ended[0][2]
     assert "rank 1: RuntimeError: the test breaks 'build' here" in ended[0][2]
     for _, _, errors in ended:
@@ -120,8 +120,8 @@ def test_a_transport_that_was_asked_for_and_cannot_be_had_ends_all_ranks(engine_
 
 
 def test_auto_takes_stock_on_every_rank_and_says_why(engine_python, published, tmp_path):
-    # Four ranks of one host: auto means peer, which needs GPUs.
-    ended = run(engine_python, published(RELEASES[-1]), tmp_path, DSV41_ONESHOT="auto")
+    # Ranks of one host: auto means peer, which needs GPUs.
+    ended = run(engine_python, published(RELEASES[-1]), tmp_path, 2, DSV41_ONESHOT="auto")
     for result in results(ended):
         assert (result["formed"], result["wrong"]) == (False, [])
         (entry,) = result["report"]["adapters"]
