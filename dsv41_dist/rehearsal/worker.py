@@ -8,7 +8,9 @@ FOLDER holds boot.json; it receives events.jsonl (progress), and rank<N>.jsonl f
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -53,7 +55,12 @@ class _Events:
         self._file.flush()
 
 
+_PR_SET_PDEATHSIG = 1
+
+
 def main(folder: Path) -> None:
+    # A runner that is killed cannot clean up; the engine's ranks end with this process in the same way.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     events = _Events(folder)
     boot = Boot.from_json(json.loads((folder / "boot.json").read_text()))
     import sglang
