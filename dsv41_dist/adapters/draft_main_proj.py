@@ -123,6 +123,6 @@ def attach(runner: Any, state: AdapterState) -> None:
     runner.model.__dict__[_PROJ] = proj
     state.holds("fp8 twin", proj.twin.nbytes)
     state.notes.append(
-        f"main_proj over {comm.ranks.size} ranks: a projection streams {proj.twin.nbytes / 1e6:.1f} MB of weights on "
-        f"this rank instead of {proj.stock_bytes / 1e6:.1f} MB"
+        f"main_proj over {comm.ranks.size} ranks: a projection streams {proj.twin.nbytes / 1e6:.2f} MB of weights on "
+        f"this rank instead of {proj.stock_bytes / 1e6:.2f} MB"
     )

@@ -151,7 +151,7 @@ def _split_layers(model: Any, suffixes: list[str], checks: Any, options: SplitOp
         kinds = ", ".join(sorted({layer.kind.name for layer in kept}))
         state.holds("weights", 0)  # views
         count = f"{len(kept)} layer{'s' if len(kept) > 1 else ''} over {comm.ranks.size} ranks ({kinds})"
-        streams = f"{part / 1e6:.1f} MB of their weights on this rank instead of {whole / 1e6:.1f} MB"
+        streams = f"{part / 1e6:.2f} MB of their weights on this rank instead of {whole / 1e6:.2f} MB"
         state.notes.append(f"{count}: a step streams {streams}")
 
 

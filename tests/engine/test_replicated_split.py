@@ -102,7 +102,7 @@ def test_what_cannot_be_split_is_declined_by_all_with_the_reason(probe):
         assert "2 tiles are fewer than 4 ranks" in said
         assert "1800 is not a multiple of the tile 128" in said
         assert "may run its indexer on a side stream" in said
-        assert "6 layers over 4 ranks (bfloat16, float16, float32): a step streams 1.8 MB" in said
+        assert "6 layers over 4 ranks (bfloat16, float16, float32): a step streams 1.77 MB" in said
     told, other = probe("0.5.23", "declines:2")
     assert told == other
     assert not any(attached for _, attached in told.values())
