@@ -9,6 +9,10 @@ else
   PY="$ROOT/.venv/bin/python"
   LOCK="$ROOT/requirements/cpu.txt"
   STAMP="$ROOT/.venv/locked"
+  if [ -e "$ROOT/.venv" ] && [ ! -e "$STAMP" ]; then
+    echo "$ROOT/.venv was not made by this script: use it with DSV41_PYTHON=.venv/bin/python, or move it away" >&2
+    exit 2
+  fi
   if ! cmp -s "$LOCK" "$STAMP"; then
     BASE=""
     for name in python3.11 python3.12 python3; do
@@ -21,6 +25,7 @@ else
     echo "making .venv from requirements/cpu.txt with $BASE (once; a few minutes) ..." >&2
     rm -rf "$ROOT/.venv"
     "$BASE" -m venv "$ROOT/.venv"
+    : >"$STAMP"  # ours, though not complete yet
     "$PY" -m pip install -q --disable-pip-version-check -r "$LOCK" >&2
     cp "$LOCK" "$STAMP"
   fi
