@@ -99,7 +99,8 @@ __device__ __forceinline__ bool expired(const Args& a, Run& run, u32 missing) {
   }
   u64 now = now_ns();
   if (run.started == 0) run.started = now;
-  if (now - run.started < a.timeout_ns) return false;
+  // A lane of a line that lacks nothing itself waits with its warp: only one that knows who is missing reports.
+  if (!missing || now - run.started < a.timeout_ns) return false;
   fail(a, run.seq, missing);
   return true;
 }
