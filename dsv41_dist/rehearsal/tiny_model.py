@@ -65,7 +65,7 @@ def tensors(config: TinyConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]
     head = draw.matrix("head", config.vocab, config.hidden, 4.0)
     basis = torch.linalg.qr(draw.normal("bigram.basis", config.hidden, config.markov_rank, std=1.0)).Q
     yield "embed.weight", (embed + _BIGRAM * before @ basis.t()).to(_BF16)
-    yield "head.weight", (head + after @ basis.t()).to(_BF16)
+    yield "head.weight", (head + 4.0 * after @ basis.t()).to(_BF16)
     yield draw.norm("norm", config.hidden)
     for layer in range(config.layers):
         yield from _decoder(config, draw, f"layers.{layer}")
@@ -149,7 +149,7 @@ def _draft(config: TinyConfig, draw: _Draw) -> Iterator[tuple[str, torch.Tensor]
     yield draw.norm(f"{last}.norm", config.hidden)
     before, after = _bigram(config, draw)
     yield f"{last}.markov_head.embed.weight", before.to(_BF16)
-    yield f"{last}.markov_head.head.weight", (8.0 * after).to(_BF16)
+    yield f"{last}.markov_head.head.weight", (16.0 * after).to(_BF16)
     confidence = draw.matrix(f"{last}.confidence_head.proj", 1, config.hidden + config.markov_rank, 1.0)
     yield f"{last}.confidence_head.proj.weight", confidence
 

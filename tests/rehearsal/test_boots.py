@@ -43,8 +43,10 @@ def test_drafts_are_accepted_and_the_text_is_that_of_the_target(rehearsals):
     plain = rehearsals.stock(tp=2, order_free=True)
     drafted = rehearsals.stock(tp=2, order_free=True, speculative=True)
     assert tokens(drafted) == tokens(plain)
-    steps = sum(entry["mode"] == "TARGET_VERIFY" and not entry["draft"] for entry in drafted.ranks[0])
-    assert 0 < steps < sum(entry["mode"] == "DECODE" for entry in plain.ranks[0])
+    steps = [entry["requests"] for entry in drafted.ranks[0] if entry["mode"] == "TARGET_VERIFY" and not entry["draft"]]
+    single = [entry["requests"] for entry in plain.ranks[0] if entry["mode"] == "DECODE"]
+    # Steps of single requests: fewer, because some drafts were right.
+    assert 0 < sum(steps) < sum(single)
 
 
 def test_tensor_parallel_sizes_give_the_same_tokens_where_the_order_of_sums_does_not_matter(rehearsals):
