@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Every test that needs no GPU: launch/test.sh [lint|unit|torchrun|mpirun|faults|engine ...]   (default: all)
+# Every test that needs no GPU:
+#   launch/test.sh [--full] [lint|unit|torchrun|mpirun|faults|rehearsal|engine ...]   (default: all parts)
+# --full adds to `engine` the tests of every adapter on the real classes of three releases, and to `rehearsal` the boots of
+# the real engine: an hour on two cores.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
 cd "$ROOT"
@@ -11,18 +14,33 @@ lint() {
 unit() { timeout --kill-after=10 600 "$PY" -m pytest tests/unit -q; }
 torchrun() { launch/torchrun_tests.sh; }
 mpirun() { launch/mpirun_tests.sh; }
+rehearsal() {
+  local skip=(--ignore tests/rehearsal/test_boots.py --ignore tests/rehearsal/test_faults.py)
+  if [ -n "$full" ]; then
+    skip=()
+    DSV41_ENGINE_PYTHON=$(timeout --kill-after=10 900 launch/engine_env.sh) || return
+    export DSV41_ENGINE_PYTHON DSV41_REQUIRE_ENGINE=1
+  fi
+  timeout --kill-after=10 3000 "$PY" -m pytest tests/rehearsal -q "${skip[@]}"
+}
 engine() {
-  local python
+  local python tests=(tests/engine/test_{doctor,fence,plugin_door,four_ranks,speculative_facts}.py)
+  [ -n "$full" ] && tests=(tests/engine)
   python=$(timeout --kill-after=10 900 launch/engine_env.sh) || return
-  DSV41_ENGINE_PYTHON=$python DSV41_REQUIRE_ENGINE=1 timeout --kill-after=10 1500 "$PY" -m pytest tests/engine -q
+  DSV41_ENGINE_PYTHON=$python DSV41_REQUIRE_ENGINE=1 timeout --kill-after=10 3000 "$PY" -m pytest "${tests[@]}" -q
 }
 faults() { timeout --kill-after=10 1200 "$PY" -m pytest tests/multirank -q --ignore tests/multirank/spmd; }
 
+full=
+if [ "${1:-}" = --full ]; then
+  full=1
+  shift
+fi
 failed=()
-for part in ${*:-lint unit torchrun mpirun faults engine}; do
+for part in ${*:-lint unit torchrun mpirun faults rehearsal engine}; do
   case $part in
-    lint | unit | torchrun | mpirun | faults | engine) ;;
-    *) echo "part '$part': allowed is lint, unit, torchrun, mpirun, faults, engine" >&2; exit 2 ;;
+    lint | unit | torchrun | mpirun | faults | rehearsal | engine) ;;
+    *) echo "part '$part': allowed is lint, unit, torchrun, mpirun, faults, rehearsal, engine" >&2; exit 2 ;;
   esac
   echo "=== $part"
   start=$SECONDS
