@@ -10,13 +10,17 @@ import torch
 
 from dsv41_dist.cli.session import join
 from dsv41_dist.comm import (
+    REDUCE_OPS,
+    SUM_DTYPES,
     CommSettings,
     Communicator,
     DisagreementError,
     MismatchError,
     RankTimeout,
+    TileSplit,
     TransportError,
 )
+from dsv41_dist.comm.patterns import byte_pattern, reduce_expected, reduce_pattern, wrong_elements
 
 LOST = 2
 KINDS = ["agree", "min", "same", "delay", "invalid", "mixed", "carried"]
@@ -190,3 +194,21 @@ def _round(comm, kind, rank, odd, flags, index):
             fine = False
         return vote.agree(fine, label="carried")
     return vote.agree(flags[rank], label="agree")
+
+
+def every_reduction(rank, size):
+    """Wrong elements over all reductions and types, an uneven column gather and the votes."""
+    comm = connect(timeout_s=60)
+    split = TileSplit(34 * 16, 16, size)
+    wrong = 0
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64):
+        got = comm.all_gather_columns(byte_pattern((5, split.size(rank)), dtype, 1, rank), split, label="columns")
+        for r, (start, width) in enumerate(zip(split.starts, split.sizes, strict=True)):
+            wrong += wrong_elements(got[:, start : start + width], byte_pattern((5, width), dtype, 1, r))
+    for op in REDUCE_OPS:
+        for dtype in SUM_DTYPES:
+            x = reduce_pattern((size * 2, 7), dtype, 3, rank, op)
+            expected = reduce_expected((size * 2, 7), dtype, 3, size, op)
+            wrong += wrong_elements(comm.all_reduce(x, op, label="reduce"), expected)
+            wrong += wrong_elements(comm.reduce_scatter(x, op, label="scatter"), expected[2 * rank : 2 * rank + 2])
+    return wrong, comm.agreement.agree(rank != size - 1, label="no"), comm.agreement.agree_min(rank, label="low")

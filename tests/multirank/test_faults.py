@@ -112,6 +112,12 @@ def test_no_rank_outlives_its_starter():
     assert not [pid for pid in pids if _alive(pid)]
 
 
+@pytest.mark.parametrize("size", [8, 16])
+def test_the_largest_groups(size):
+    results = run_ranks(size, targets.every_reduction)
+    assert [result.value for result in results] == [(0, False, 0)] * size
+
+
 def test_many_calls_leak_no_file_no_thread_and_no_memory():
     for result in run_ranks(2, targets.soak, 2000):
         (files, threads, rss), (files_after, threads_after, rss_after) = result.value
