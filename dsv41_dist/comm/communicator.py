@@ -129,7 +129,7 @@ class Communicator:
         """
         self._watch.enter(label)
         self._check_split("all_gather_columns", x, split, -1)
-        sent = x.nbytes // max(split.size(self.ranks.rank), 1) * split.widest if x.numel() else self._widest(x, split)
+        sent = self._widest(x, split)
         route = self._route("all_gather_columns", x, sent, dim=x.dim() - 1, split=split)
         shape = (*x.shape[:-1], split.n)
         return self._gathered(
