@@ -26,6 +26,7 @@ from .layout import MAX_WORLD, CannotSplit, RowSplit, Split, TileSplit
 from .observed import first_difference
 from .ranks import Ranks
 from .routing import Route, RouteTable
+from .rows import RowMode, RowScope
 from .settings import CommSettings
 from .transports import OPS, REDUCE_OPS, SUM_DTYPES, TRANSPORTS, Call, Transport
 
@@ -50,6 +51,8 @@ __all__ = [
     "Ranks",
     "Route",
     "RouteTable",
+    "RowMode",
+    "RowScope",
     "RowSplit",
     "SelfCheck",
     "SettingsError",
