@@ -1,25 +1,36 @@
-/* As much of libibverbs as b12x's proxy calls: RC RDMA writes between processes of one host, over files they all map.
+/* As much of libibverbs as b12x's proxy calls: RC RDMA writes between processes of one host.
 
-   A memory region is a file (SIM_FOLDER/region_R of rank R = SIM_RANK); its key is 1000 + R. A write is done when it is
-   posted, in order, and completes when the queue is polled. SIM_FAIL_AT=n: from the n-th work request on, writes end in
-   an error. SIM_DROP_FROM=n: from the n-th on, they are reported as done and are not. A test double: no NIC, no timing. */
+   A registered region is reached through a file (SIM_FOLDER/nic_KEY) with one ring per sending rank. A sender puts its
+   writes there in order; a thread beside the region, its NIC, carries them out in order: so the region may be any
+   memory, CUDA's pinned memory too. SIM_RANK is this process's rank. SIM_FAIL_AT=n: from the n-th work request on,
+   writes end in an error. SIM_DROP_FROM=n: from the n-th on, they are reported as done and are not. A test double: no
+   timing, and the completion says that the NIC has the write, not that it has arrived. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <infiniband/verbs.h>
+#include <pthread.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #define RANKS 16
+#define KEYS 1024
 #define DEPTH 8192
+#define RING (1u << 20)
+#define CHUNK (RING / 4)
+#define FULL_S 10
 
-typedef struct { uint64_t base, bytes; } region_t;
+typedef struct { uint64_t to, bytes; } message_t;
+typedef struct { uint64_t head, pad_[7], tail, more_[7]; uint8_t data[RING]; } ring_t;
+typedef struct { uint64_t base, bytes; ring_t from[RANKS]; } nic_t;
+struct region { struct ibv_mr mr; nic_t *nic; pthread_t thread; int stop; };
 struct queue { struct ibv_cq cq; struct ibv_wc entry[DEPTH]; unsigned head, tail; };
 struct pair { struct ibv_qp qp; struct queue *sends; };
-static struct { uint8_t *map; region_t region; } peers[RANKS];
+static nic_t *known[KEYS];
 static long posted;
 
 /* What the ranks of a test use to play the kernel's part. */
@@ -31,29 +42,84 @@ static long number(const char *name, long otherwise) {
     return text ? atol(text) : otherwise;
 }
 
-static void path_of(char *path, size_t size, const char *what, long rank) {
-    snprintf(path, size, "%s/%s_%ld", getenv("SIM_FOLDER"), what, rank);
+static nic_t *map_nic(uint32_t key, int create) {
+    char path[256];
+    snprintf(path, sizeof path, "%s/nic_%u", getenv("SIM_FOLDER"), key);
+    int file = open(path, O_RDWR | (create ? O_CREAT | O_TRUNC : 0), 0600);
+    if (file < 0 || (create && ftruncate(file, sizeof(nic_t)))) return NULL;
+    nic_t *nic = mmap(NULL, sizeof(nic_t), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    return nic == MAP_FAILED ? NULL : nic;
 }
 
-static uint8_t *remote(uint32_t key, uint64_t address, uint64_t bytes) {
-    long rank = (long)key - 1000;
-    if (rank < 0 || rank >= RANKS) return NULL;
-    if (!peers[rank].map) {
-        char path[256];
-        path_of(path, sizeof path, "key", rank);
-        int file = open(path, O_RDONLY);
-        if (file < 0 || read(file, &peers[rank].region, sizeof(region_t)) != sizeof(region_t)) return NULL;
-        close(file);
-        path_of(path, sizeof path, "region", rank);
-        file = open(path, O_RDWR);
-        void *map = mmap(NULL, peers[rank].region.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-        close(file);
-        if (map == MAP_FAILED) return NULL;
-        peers[rank].map = map;
+static void copy_in(ring_t *ring, uint64_t at, const void *from, uint64_t bytes) {
+    uint64_t start = at % RING, first = bytes < RING - start ? bytes : RING - start;
+    memcpy(ring->data + start, from, first);
+    memcpy(ring->data, (const uint8_t *)from + first, bytes - first);
+}
+
+static void copy_out(void *to, const ring_t *ring, uint64_t at, uint64_t bytes) {
+    uint64_t start = at % RING, first = bytes < RING - start ? bytes : RING - start;
+    memcpy(to, ring->data + start, first);
+    memcpy((uint8_t *)to + first, ring->data, bytes - first);
+}
+
+static int put(ring_t *ring, uint64_t to, const void *from, uint64_t bytes) {
+    message_t message = {to, bytes};
+    uint64_t need = sizeof message + ((bytes + 7) & ~7ull), tail = ring->tail;
+    time_t until = time(NULL) + FULL_S;
+    while (tail + need - __atomic_load_n(&ring->head, __ATOMIC_ACQUIRE) > RING) {
+        if (time(NULL) > until) return 0;
+        sched_yield();
     }
-    region_t *region = &peers[rank].region;
-    if (address < region->base || address + bytes > region->base + region->bytes) return NULL;
-    return peers[rank].map + (address - region->base);
+    copy_in(ring, tail, &message, sizeof message);
+    copy_in(ring, tail + sizeof message, from, bytes);
+    __atomic_store_n(&ring->tail, tail + need, __ATOMIC_RELEASE);
+    return 1;
+}
+
+/* The NIC beside a region: every ring's writes in their order; a flag (4 bytes) is released after what came before it. */
+static void *serve(void *argument) {
+    struct region *region = argument;
+    unsigned idle = 0;
+    while (!__atomic_load_n(&region->stop, __ATOMIC_ACQUIRE)) {
+        int busy = 0;
+        for (int rank = 0; rank < RANKS; rank++) {
+            ring_t *ring = &region->nic->from[rank];
+            while (ring->head != __atomic_load_n(&ring->tail, __ATOMIC_ACQUIRE)) {
+                message_t message;
+                uint32_t flag;
+                copy_out(&message, ring, ring->head, sizeof message);
+                if (message.bytes == 4) {
+                    copy_out(&flag, ring, ring->head + sizeof message, 4);
+                    __atomic_store_n((uint32_t *)message.to, flag, __ATOMIC_RELEASE);
+                } else {
+                    copy_out((void *)message.to, ring, ring->head + sizeof message, message.bytes);
+                }
+                uint64_t used = sizeof message + ((message.bytes + 7) & ~7ull);
+                __atomic_store_n(&ring->head, ring->head + used, __ATOMIC_RELEASE);
+                busy = 1;
+            }
+        }
+        idle = busy ? 0 : idle + 1;
+        if (idle > 2000) nanosleep(&(struct timespec){0, 20000}, NULL); /* a test machine's cores are shared */
+        else if (idle) sched_yield();
+    }
+    return NULL;
+}
+
+static enum ibv_wc_status remote_write(uint32_t key, uint64_t to, const uint8_t *from, uint64_t bytes) {
+    if (key >= KEYS) return IBV_WC_REM_ACCESS_ERR;
+    if (!known[key]) known[key] = map_nic(key, 0);
+    nic_t *nic = known[key];
+    if (!nic || to < nic->base || to + bytes > nic->base + nic->bytes) return IBV_WC_REM_ACCESS_ERR;
+    ring_t *ring = &nic->from[number("SIM_RANK", 0)];
+    for (uint64_t done = 0, part; done < bytes; done += part) {
+        part = bytes - done < CHUNK ? bytes - done : CHUNK;
+        /* 4 bytes are a flag: what is left of a payload must not look like one (payloads are whole 16 bytes). */
+        if (!put(ring, to + done, from + done, part)) return IBV_WC_RETRY_EXC_ERR;
+    }
+    return IBV_WC_SUCCESS;
 }
 
 static void complete(struct queue *queue, uint64_t id, enum ibv_wc_status status) {
@@ -71,18 +137,10 @@ static int post_send(struct ibv_qp *qp, struct ibv_send_wr *request, struct ibv_
     for (; request; request = request->next) {
         long count = __atomic_add_fetch(&posted, 1, __ATOMIC_RELAXED);
         struct ibv_sge *part = request->sg_list;
-        uint8_t *to = remote(request->wr.rdma.rkey, request->wr.rdma.remote_addr, part->length);
-        enum ibv_wc_status status = to ? IBV_WC_SUCCESS : IBV_WC_REM_ACCESS_ERR;
+        enum ibv_wc_status status = IBV_WC_SUCCESS;
         if (fail_at && count >= fail_at) status = IBV_WC_RETRY_EXC_ERR;
-        if (status == IBV_WC_SUCCESS && !(drop_from && count >= drop_from)) {
-            if (part->length == 4) {
-                uint32_t flag;
-                memcpy(&flag, (void *)part->addr, 4);
-                __atomic_store_n((uint32_t *)to, flag, __ATOMIC_RELEASE);
-            } else {
-                memcpy(to, (void *)part->addr, part->length);
-            }
-        }
+        else if (!(drop_from && count >= drop_from))
+            status = remote_write(request->wr.rdma.rkey, request->wr.rdma.remote_addr, (uint8_t *)part->addr, part->length);
         if (status != IBV_WC_SUCCESS || request->send_flags & IBV_SEND_SIGNALED) complete(queue, request->wr_id, status);
     }
     return 0;
@@ -143,23 +201,30 @@ int ibv_dealloc_pd(struct ibv_pd *domain) { free(domain); return 0; }
 
 #undef ibv_reg_mr
 struct ibv_mr *ibv_reg_mr(struct ibv_pd *domain, void *address, size_t bytes, int access) {
+    static uint32_t count;
     (void)access;
-    long rank = number("SIM_RANK", 0);
-    struct ibv_mr *region = calloc(1, sizeof *region);
-    region->context = domain->context;
-    region->pd = domain;
-    region->addr = address;
-    region->length = bytes;
-    region->lkey = region->rkey = (uint32_t)(1000 + rank);
-    region_t record = {(uint64_t)address, bytes};
-    char path[256];
-    path_of(path, sizeof path, "key", rank);
-    int file = open(path, O_CREAT | O_WRONLY | O_TRUNC, 0600);
-    if (write(file, &record, sizeof record) != sizeof record) abort();
-    close(file);
-    return region;
+    struct region *region = calloc(1, sizeof *region);
+    uint32_t key = RANKS * __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED) + (uint32_t)number("SIM_RANK", 0);
+    region->mr.context = domain->context;
+    region->mr.pd = domain;
+    region->mr.addr = address;
+    region->mr.length = bytes;
+    region->mr.lkey = region->mr.rkey = key;
+    region->nic = key < KEYS ? map_nic(key, 1) : NULL;
+    if (!region->nic) return NULL;
+    region->nic->base = (uint64_t)address;
+    region->nic->bytes = bytes;
+    if (pthread_create(&region->thread, NULL, serve, region)) return NULL;
+    return &region->mr;
 }
-int ibv_dereg_mr(struct ibv_mr *region) { free(region); return 0; }
+int ibv_dereg_mr(struct ibv_mr *mr) {
+    struct region *region = (struct region *)mr;
+    __atomic_store_n(&region->stop, 1, __ATOMIC_RELEASE);
+    pthread_join(region->thread, NULL);
+    munmap(region->nic, sizeof(nic_t));
+    free(region);
+    return 0;
+}
 
 struct ibv_cq *ibv_create_cq(struct ibv_context *context, int depth, void *data, struct ibv_comp_channel *channel,
                              int vector) {
