@@ -10,6 +10,7 @@ import typer
 
 from ..comm.errors import ArgumentError, SettingsError
 from .adapters_cmd import adapters
+from .bench_app import bench_app, rank_count
 from .doctor import doctor
 
 __all__ = ["app", "main"]
@@ -26,82 +27,6 @@ app = typer.Typer(
 
 
 @app.command()
-def bench(
-    ops: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="OP...",
-            help="all_reduce, all_gather, all_gather_columns, reduce_scatter, broadcast, agree, seqpar",
-        ),
-    ] = None,
-    min_bytes: Annotated[str, typer.Option("-b", "--minbytes", help="smallest size (8, 64K, 1M)")] = "1K",
-    max_bytes: Annotated[str, typer.Option("-e", "--maxbytes", help="largest size")] = "1M",
-    factor: Annotated[str, typer.Option("-f", "--stepfactor", help="factor between sizes")] = "4",
-    iterations: Annotated[str, typer.Option("-n", "--iters", help="timed calls per size")] = "20",
-    warmup: Annotated[str, typer.Option("-w", "--warmup_iters", help="untimed calls before")] = "5",
-    dtype: Annotated[str, typer.Option("-d", "--datatype", "--dtype", help="a type, a list a,b, or all")] = "bfloat16",
-    redop: Annotated[str, typer.Option("-o", "--op", "--redop", help="sum, prod, min, max, a list, or all")] = "sum",
-    check: Annotated[str, typer.Option("-c", "--check", help="1: every element is checked; 0: none")] = "1",
-    graphs: Annotated[
-        str, typer.Option("-G", "--cudagraph", help="replays of a CUDA graph of -n calls; 0: none")
-    ] = "0",
-    tokens: Annotated[str | None, typer.Option(help="rows instead of sizes: 1,6,48,96")] = None,
-    hidden: Annotated[str, typer.Option(help="columns of a row")] = "5120",
-    transport: Annotated[str, typer.Option(help="auto, process_group, mpi, ...")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    ranks: Annotated[str | None, typer.Option(help="ranks to start here (4); not under torchrun or mpirun")] = None,
-    json_file: Annotated[str | None, typer.Option("--json", help="write results to FILE ('-': stdout)")] = None,
-    plot: Annotated[str | None, typer.Option(help="draw FILE.png or FILE.svg")] = None,
-    baseline: Annotated[str | None, typer.Option(help="fail below 0.9 times the speed in this results FILE")] = None,
-    routes: Annotated[bool, typer.Option("--routes", help="measure which transport is fastest at which size")] = False,
-    flip_byte: Annotated[
-        str | None, typer.Option(help="corrupt one byte of this rank's payload (tests the check)")
-    ] = None,
-) -> None:
-    """Time collectives in isolation, checking every element. Exit 1 on any wrong one."""
-    from .bench import plan_bench, plan_routes
-    from .bench_run import run_bench
-    from .routes import run_routes
-    from .session import run
-
-    if routes:
-        table_plan, place = plan_routes(
-            ranks=_ranks(ranks),
-            min_bytes=min_bytes,
-            max_bytes=max_bytes,
-            factor=factor,
-            transport=transport,
-            device=device,
-            json_file=json_file,
-        )
-        raise typer.Exit(run(place, run_routes, table_plan))
-    if not ops:
-        raise ArgumentError("OP: none given; name at least one operation, such as all_reduce (see bench --help)")
-    plan, place = plan_bench(
-        ops,
-        ranks=_ranks(ranks),
-        min_bytes=min_bytes,
-        max_bytes=max_bytes,
-        factor=factor,
-        iterations=iterations,
-        warmup=warmup,
-        dtype=dtype,
-        redop=redop,
-        check=check,
-        graphs=graphs,
-        tokens=tokens,
-        hidden=hidden,
-        transport=transport,
-        device=device,
-        json_file=json_file,
-        plot_file=plot,
-        baseline=baseline,
-        flip=flip_byte,
-    )
-    raise typer.Exit(run(place, run_bench, plan))
-
-
-@app.command()
 def preflight(
     ranks: Annotated[str | None, typer.Option(help="ranks to start here (4); not under torchrun or mpirun")] = None,
     transport: Annotated[str, typer.Option(help="auto, process_group, mpi, ...")] = "auto",
@@ -114,7 +39,7 @@ def preflight(
     from .preflight import PreflightPlan, run_preflight
     from .session import choose_device, choose_place, choose_transport, run
 
-    place = choose_place(_ranks(ranks))
+    place = choose_place(rank_count(ranks))
     CommSettings.from_env()
     where = choose_device(device)
     plan = PreflightPlan(place.launcher, where, choose_transport(transport, place.launcher, where), drill, json_out)
@@ -175,18 +100,10 @@ def logdiff(
     raise typer.Exit(1 if found else 0)
 
 
-# Loaded with the application: they are light, and neither joins a group.
+# Loaded with the application: they are light, and none joins a group.
+app.add_typer(bench_app, name="bench")
 app.command()(doctor)
 app.command()(adapters)
-
-
-def _ranks(text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ArgumentError(f"--ranks {text!r}: allowed is an integer from 1 to 16") from None
 
 
 def main() -> None:

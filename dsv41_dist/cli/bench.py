@@ -18,7 +18,7 @@ from .ops import DTYPES, OPERATIONS, Case, check_case
 from .routes import RoutesPlan
 from .session import Place, choose_device, choose_place, choose_transport
 
-__all__ = ["BenchPlan", "parse_size", "plan_bench"]
+__all__ = ["BenchPlan", "check_files", "integer", "parse_size", "plan_bench"]
 
 MIN_RATIO = 0.9
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -84,9 +84,9 @@ def plan_bench(
     place = choose_place(ranks)
     where = choose_device(device)
     carrier = choose_transport(transport, place.launcher, where)
-    columns = _integer("--hidden", hidden, 1, 2**24)
+    columns = integer("--hidden", hidden, 1, 2**24)
     sizes = _sizes(min_bytes, max_bytes, factor)
-    rows = None if tokens is None else [_integer("--tokens", t, 1, 2**24) for t in tokens.split(",")]
+    rows = None if tokens is None else [integer("--tokens", t, 1, 2**24) for t in tokens.split(",")]
     cases: list[Case] = []
     for op in ops:
         operation = OPERATIONS[op]
@@ -104,7 +104,7 @@ def plan_bench(
         cases = [case for case in cases if OPERATIONS[case.op].takes_dtype(case.torch_dtype)]
     for case in cases:
         check_case(case)
-    launches = _integer("-G", graphs, 0, 10**6)
+    launches = integer("-G", graphs, 0, 10**6)
     if launches and where != "cuda":
         raise ArgumentError(f"-G {graphs!r}: CUDA graphs need a GPU; allowed on this device is 0")
     if launches and any(case.op == "agree" for case in cases):
@@ -117,14 +117,14 @@ def plan_bench(
         launcher=place.launcher,
         device=where,
         transport=carrier,
-        iterations=_integer("-n", iterations, 1, 10**6),
-        warmup=_integer("-w", warmup, 0, 10**6),
-        check=_integer("-c", check, 0, 1),
+        iterations=integer("-n", iterations, 1, 10**6),
+        warmup=integer("-w", warmup, 0, 10**6),
+        check=integer("-c", check, 0, 1),
         graphs=launches,
         json_file=json_file,
         plot_file=plot_file,
         baseline=baseline,
-        flip=None if flip is None else _integer("--flip-byte", flip, 0, place.size - 1),
+        flip=None if flip is None else integer("--flip-byte", flip, 0, place.size - 1),
     )
     return plan, place
 
@@ -218,7 +218,8 @@ def _names(argument: str, text: str, allowed: list[str], everything: list[str]) 
     return names
 
 
-def _integer(argument: str, text: str, low: int, high: int) -> int:
+def integer(argument: str, text: str, low: int, high: int) -> int:
+    """A whole number within bounds. Raises ArgumentError naming the argument."""
     value = None
     with contextlib.suppress(ValueError):
         value = int(text)

@@ -13,7 +13,7 @@ import torch
 from ..comm import Communicator
 from .ops import Ready
 
-__all__ = ["summarise", "time_calls"]
+__all__ = ["summarise", "time_calls", "timed"]
 
 
 def time_calls(
@@ -28,7 +28,7 @@ def time_calls(
     wrong = ready.wrong() if check else 0
     for _ in range(warmup):
         ready.call()
-    times, again = _timed(comm, ready.call, iterations, graphs)
+    times, again = timed(comm, ready.call, iterations, graphs)
     if check:
         ready.reset()
         again()
@@ -36,9 +36,10 @@ def time_calls(
     return times, wrong
 
 
-def _timed(
+def timed(
     comm: Communicator, call: Callable[[], Any], iterations: int, graphs: int
 ) -> tuple[list[float], Callable[[], Any]]:
+    """(microseconds of each call, or of each replay over the calls in it; what runs it again). See `time_calls`."""
     if comm.ranks.device.type != "cuda":
         comm.barrier(label="bench:start")
         times: list[float] = []
@@ -52,6 +53,7 @@ def _timed(
     comm.synchronize(label="bench:warm")
     comm.barrier(label="bench:start")
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]
+    _align(comm)
     marks[0].record()
     for mark in marks[1:]:
         call()
@@ -81,12 +83,20 @@ def _time_graph(
     times: list[float] = []
     for _ in range(graphs):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        _align(comm)
         start.record()
         graph.replay()
         end.record()
         comm.synchronize(label="bench:replay")
         times.append(start.elapsed_time(end) * 1e3 / iterations)
     return times, graph.replay
+
+
+def _align(comm: Communicator) -> None:
+    """Let the devices begin together: they sleep while the hosts put the work down, then meet. What is timed is the
+    calls, not how far apart the hosts are."""
+    torch.cuda._sleep(100_000)  # cycles: about 50 us
+    comm.all_reduce(torch.zeros(1, device=comm.ranks.device), label="bench:align")
 
 
 def summarise(by_rank: Sequence[Sequence[float]]) -> dict[str, float | int]:
