@@ -23,7 +23,7 @@ tar -C "$tree" -cJf "$out/engine.tar.xz" --exclude='*.so' --exclude='*.so.*' --e
 
 wanted=(annotated-doc annotated-types anyio apache-tvm-ffi asttokens compressed-tensors dill distro executing fastapi gguf
   h11 httpcore httpx ipython jedi jiter loguru matplotlib-inline msgspec openai opentelemetry-api orjson parso
-  partial-json-parser pexpect prompt_toolkit pure_eval pybase64 pydantic pydantic_core pyzmq setproctitle sniffio
+  partial-json-parser pexpect prompt_toolkit pure_eval pybase64 pydantic pydantic_core python-multipart pyzmq setproctitle sniffio
   stack-data starlette traitlets typing-inspection uvicorn uvloop wcwidth xgrammar)
 pins=()
 for name in "${wanted[@]}"; do
