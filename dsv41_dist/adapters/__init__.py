@@ -8,6 +8,7 @@ from .folded_result_fence import FoldedResultFence
 from .replicated_split import ReplicatedSplit
 from .roce_gather import RoceGather
 from .router_live import RouterLive
+from .sm12x_dense_candidates import SM12xDenseCandidates
 from .verify_cap import VerifyCap
 
 __all__ = ["REGISTRY", "Adapter", "Guarantee"]
@@ -21,4 +22,5 @@ REGISTRY: tuple[Adapter, ...] = (
     ReplicatedSplit(),
     DraftMainProj(),
     RoceGather(),
+    SM12xDenseCandidates(),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
 
 from ..engine.hook import Patch
 from ..engine.state import AdapterState
@@ -39,6 +40,10 @@ class Adapter:
     targets: tuple[Target, ...]
     native: Mapping[str, str] = MappingProxyType({})
     docs: str = ""
+
+    def by_default(self, gates: Mapping[str, Any]) -> bool:
+        """Whether this machine needs it without its switch being set. Asked only when some variable of ours is set."""
+        return False
 
     def install(self, patch: Patch) -> None:
         """Wrap every name in `patch.qualnames` of `patch.module`; called once for each module with patched targets.

@@ -20,7 +20,7 @@ from .report import text_table, write_json
 from .state import AdapterState
 from .symbols import Target
 
-__all__ = ["AdapterSpec", "Armed"]
+__all__ = ["AdapterSpec", "Armed", "enabled"]
 
 PARALLEL_STATE = "sglang.srt.distributed.parallel_state"
 SCHEDULER = "sglang.srt.managers.scheduler"
@@ -34,6 +34,13 @@ class AdapterSpec(Patcher, Protocol):
 
     @property
     def native(self) -> Mapping[str, str]: ...
+
+    def by_default(self, gates: Mapping[str, Any]) -> bool: ...
+
+
+def enabled(gates: Gates, registry: Sequence[AdapterSpec]) -> set[str]:
+    """Names of the adapters that these gates turn on, on this machine."""
+    return {*gates.owners_on(), *(adapter.name for adapter in registry if adapter.by_default(gates))}
 
 
 class Armed:
@@ -72,7 +79,7 @@ class Armed:
                 f"a gate turns on {', '.join(missing)}, which dsv41_dist {__version__} does not have",
                 "Unset the gate on every rank; `python -m dsv41_dist adapters` lists what there is.",
             )
-        on = set(gates.owners_on())
+        on = enabled(gates, registry)
         return cls(gates, [adapter for adapter in registry if adapter.name in on])
 
     def start(self) -> None:

@@ -16,8 +16,8 @@ class Gate(NamedTuple):
     """One variable.
 
     `default` is the parsed value when the variable is unset or empty (None: decided by the owner at run time).
-    `switch`: any value other than `off` turns the owning adapter on. `volatile`: may differ between ranks, so it is
-    not in the digest that the group agrees on.
+    `switch`: any value other than `off` turns the owning adapter on; at `auto` the adapter asks the machine.
+    `volatile`: may differ between ranks, so it is not in the digest that the group agrees on.
     """
 
     name: str
@@ -37,6 +37,7 @@ GATES: tuple[Gate, ...] = (
     Gate("DSV41_INDEXER_CHUNKED", _F, False, "indexer_chunked", "Bound the indexer's transient memory by row chunks.", True),
     Gate("DSV41_INDEXER_BUDGET_MB", Int(16, 1 << 20, "MiB"), None, "indexer_chunked", "Memory budget of one row chunk; unset keeps the engine's."),
     Gate("SPARK_PREFILL_TP_SPLIT", _F, False, "spark_prefill_dense", "Split the indexer's prefill rows over the ranks.", True),
+    Gate("DSV41_SM12X_DENSE", Choice(("auto", "0", "1")), "auto", "sm12x_dense_candidates", "Dense candidate blocks where SM12x has no sparse-table kernel; auto is on there and off elsewhere.", True),
     Gate("DSV41_ENGRAM_PREFETCH", _F, False, "engram_prefetch", "Run the Engram row copies of all layers on a side stream.", True),
     Gate("DSV41_ENGRAM_PREFETCH_CHECK", _F, False, "engram_prefetch", "Run the synchronous path too and count gathers that differ."),
     Gate("DSV41_WO_A_W8", _F, False, "wo_a_w8", "Serve 2 to 8 verify/draft rows of wo_a from an exact fp8 twin.", True),

@@ -65,9 +65,9 @@ class Gates(Mapping[str, Any]):
         return len(self._values)
 
     def is_on(self, name: str) -> bool:
-        """Whether this switch is at anything but its off value (the default of every switch)."""
+        """Whether this switch is on: at anything but its default (off, or `auto`) and the word that turns it off."""
         gate = _BY_NAME[name]
-        return gate.switch and self._values[name] != gate.default
+        return gate.switch and self._values[name] not in (gate.default, "0")
 
     def owners_on(self) -> list[str]:
         """The adapters whose switch is on, in the order of the table."""

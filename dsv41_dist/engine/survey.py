@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import drift
-from .armed import AdapterSpec, Armed
+from .armed import AdapterSpec, Armed, enabled
 from .drift import Finding
 from .gate_table import GATES
 from .gates import Gates
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 def survey(tree: EngineTree, registry: Sequence[AdapterSpec], gates: Gates) -> list[Row]:
     """One row for boot's own targets, one per adapter of the registry, one per adapter that only has gates yet."""
-    on = gates.owners_on()
+    on = enabled(gates, registry)
     boot = drift.check(tree, Armed.targets, published)
     rows = [Row("boot", *_status(boot), bool(on), tuple(boot))]
     for adapter in registry:
