@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ..adapters import REGISTRY, Guarantee
 from ..comm.errors import ArgumentError
-from ..engine.gate_table import GATES
 from ..engine.gates import GateError, Gates
 from ..engine.survey import cache_folder
+from ..rehearsal.gate_sets import every_gate, left_out
 from ..rehearsal.report import as_json, judge, text
 from ..rehearsal.run import boot_engine, make_checkpoint
 from ..rehearsal.settings import Boot, Stage, default_stages
@@ -22,7 +22,7 @@ from ..rehearsal.tiny_config import TinyConfig
 from ..rehearsal.tiny_model import checkpoint_folder
 from ..rehearsal.verdict import Outcome, compare
 
-__all__ = ["engine_python", "every_gate", "parse_gates", "rehearse"]
+__all__ = ["engine_python", "parse_gates", "rehearse"]
 
 _TODO = "run launch/engine_env.sh once (launch/rehearse.sh does), or set DSV41_ENGINE_PYTHON"
 
@@ -42,26 +42,29 @@ def rehearse(
 ) -> int:
     """Boot stock, and adapted if `gates` sets any; print the report; return 0 for READY, 1 for NOT READY.
 
-    gates: "DSV41_X=1 DSV41_Y=..."; prompts: a JSON file with a list of lists of token ids; short: without the long
-    prompts; draft: decode with DSpark and the checkpoint's draft, at TP2 or TP4; timeout: seconds for one boot.
-    Raises ArgumentError for a bad argument.
+    gates: "DSV41_X=1 DSV41_Y=...", or "all": those of every adapter that can be rehearsed; prompts: a JSON file with a
+    list of lists of token ids; short: without the long prompts; draft: decode with DSpark and the checkpoint's draft,
+    at TP2 or TP4; timeout: seconds for one boot. Raises ArgumentError for a bad argument.
     """
     start = time.monotonic()
-    chosen = parse_gates(gates)
+    names = [adapter.name for adapter in REGISTRY]
+    chosen = every_gate(names) if gates == "all" else parse_gates(gates)
     ranks = _number("--tp", tp, (1, 2, 4))
     tokens = _number("--new-tokens", new_tokens, range(1, 65))
     bound = _number("--timeout", timeout, range(30, 7201))
     if draft and ranks == 1:
         raise ArgumentError("--tp 1: the engine pads the draft's heads at TP2 and TP4 only; add --no-draft")
-    stages = _stages(prompts, tokens, short)
+    stages = _stages(prompts, tokens, short, draft)
     owners = Gates.from_env(chosen).owners_on()
-    missing = [name for name in owners if name not in {adapter.name for adapter in REGISTRY}]
+    missing = [name for name in owners if name not in names]
     if missing:
         raise ArgumentError(f"--gates: {', '.join(missing)} is not in this version; `adapters` lists what there is")
     python = engine_python()
     adapters = [adapter for adapter in REGISTRY if adapter.name in owners]
-    # A sum that an adapter reorders can only be judged where its order does not matter.
-    reordered = any(adapter.guarantee == Guarantee.REORDERED_SUM for adapter in adapters)
+    exact = all(adapter.guarantee != Guarantee.EXACT_IN_DISTRIBUTION for adapter in adapters)
+    # A sum that an adapter reorders can only be judged where its order does not matter; and other drafts make other
+    # batches, whose kernels sum in other orders.
+    free = order_free or not all(adapter.guarantee == Guarantee.BIT_IDENTICAL for adapter in adapters)
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -74,7 +77,7 @@ def rehearse(
         stages=stages,
         tp=ranks,
         speculative=draft,
-        order_free=order_free or reordered,
+        order_free=free,
     )
     outcomes: list[Outcome] = []
     for name, values in (("stock", {}), ("adapted", chosen)):
@@ -83,9 +86,10 @@ def rehearse(
         say(f"{name}: TP{ranks}, {ranks + 2} processes are starting (a minute or so) ...")
         outcomes.append(boot_engine(python, _with(boot, values), name, timeout_s=bound, say=say))
     ran = len(outcomes) == 2 and not any(outcome.problem for outcome in outcomes)
-    exact = all(adapter.guarantee != Guarantee.EXACT_IN_DISTRIBUTION for adapter in adapters)
     comparison = compare(outcomes[0], outcomes[1], exact) if ran else None
     problems, notes = judge(outcomes, comparison, owners, must_fire)
+    if gates == "all":
+        notes += [f"{name} is left out: {why}" for name, why in left_out(names).items()]
     if not chosen and not outcomes[0].problem:
         problems += compare(outcomes[0], outcomes[0]).problems  # the ranks among themselves
         notes.append("no gate is set: this was the stock engine alone")
@@ -116,12 +120,6 @@ def parse_gates(text: str) -> dict[str, str]:
     return out
 
 
-def every_gate() -> str:
-    """The switches of all adapters of this version, as `gates` takes them."""
-    here = {adapter.name for adapter in REGISTRY}
-    return " ".join(f"{gate.name}=1" for gate in GATES if gate.switch and gate.owner in here)
-
-
 def engine_python() -> str:
     """The interpreter with the engine: DSV41_ENGINE_PYTHON, or launch/engine_env.sh's. Raises ArgumentError."""
     python = os.environ.get("DSV41_ENGINE_PYTHON") or str(cache_folder() / "engine-venv" / "bin" / "python")
@@ -140,10 +138,10 @@ def _with(boot: Boot, gates: dict[str, str]) -> Boot:
     return Boot(**{**boot.__dict__, "gates": gates})
 
 
-def _stages(file: str | None, new_tokens: int, short: bool) -> tuple[Stage, ...]:
+def _stages(file: str | None, new_tokens: int, short: bool, draft: bool) -> tuple[Stage, ...]:
     config = TinyConfig()
     if file is None:
-        return default_stages(new_tokens, config.vocab, long=not short)
+        return default_stages(new_tokens, config.vocab, long=not short, sampled=draft)
     try:
         prompts = json.loads(Path(file).read_text())
     except (OSError, ValueError) as error:
@@ -165,7 +163,3 @@ def _number(option: str, value: str, allowed: range | tuple[int, ...]) -> int:
         span = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else ", ".join(map(str, allowed))
         raise ArgumentError(f"{option} {value!r}: allowed is {span}")
     return number
-
-
-if __name__ == "__main__":
-    print(every_gate())

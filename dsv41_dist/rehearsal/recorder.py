@@ -83,11 +83,20 @@ def _write(runner: Any, batch: Any, output: Any) -> None:
         "rows": int(batch.input_ids.shape[0]) if batch.input_ids is not None else 0,
         "requests": int(batch.batch_size),
         "collectives": dict(_calls),
+        "fired": _fired(),
         "logits": [] if logits is None else [_digest(row) for row in logits],
         "top": [] if logits is None else [_top(row) for row in logits],
     }
     _files[rank].write(json.dumps(entry) + "\n")
     _files[rank].flush()
+
+
+def _fired() -> dict[str, int]:
+    """How often each adapter has fired in this process so far."""
+    from ..engine import boot
+
+    armed = boot.armed()
+    return {} if armed is None else {name: state.fired for name, state in armed.states.items()}
 
 
 def _rank() -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from .gate_sets import cannot_fire
 from .stand_ins import STAND_INS
 from .verdict import Comparison, Outcome
 
@@ -26,12 +27,19 @@ def judge(
     entries = {entry["adapter"]: entry for entry in (adapted.boot_report or {}).get("adapters", [])}
     for name in wanted:
         state = entries.get(name, {}).get("state", "not in the boot report")
-        if state in ("fired", "native"):
+        counts = adapted.fired.get(name, [])
+        why = cannot_fire(name)
+        if state == "native" or (counts and all(counts)):
             continue
-        if state in ("installed", "never fired"):
-            (problems if must_fire else notes).append(f"{name} was installed and never fired in these requests")
-        else:
+        if any(counts):
+            ranks = ", ".join(str(rank) for rank, count in enumerate(counts) if not count)
+            problems.append(f"{name} fired on some ranks only: never on rank {ranks}")
+        elif state not in ("fired", "installed", "never fired"):
             problems.append(f"{name}: {state}")
+        elif why:
+            notes.append(f"{name} is installed and cannot fire here: {why}")
+        else:
+            (problems if must_fire else notes).append(f"{name} was installed and never fired in these requests")
     return problems, notes
 
 
@@ -53,10 +61,12 @@ def text(
             f"  tokens          {same[comparison.tokens_equal]}",
             f"  logits, bytes   {same[comparison.logits_equal]} ({comparison.forwards} forwards; "
             f"largest difference of the two largest logits {comparison.largest_difference:g})",
+            f"  in prefill      {same[comparison.prefill_equal]}",
         ]
     for outcome in outcomes:
         if outcome.boot_report:
             parts += ["", f"Boot report ({outcome.boot_report['ranks']} ranks agree):", _table(_adapters(outcome))]
+            parts += _notes(outcome)
         if outcome.collectives:
             calls = ", ".join(f"{count:.1f} {call}" for call, count in sorted(outcome.collectives.items()))
             parts += ["", f"Collectives per forward, {outcome.name}, over gloo: {calls}"]
@@ -106,14 +116,26 @@ def _boots(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
 
 
 def _adapters(outcome: Outcome) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("adapter", "state", "guarantee", "patched", "fired")]
+    rows: list[tuple[str, ...]] = [("adapter", "state", "guarantee", "patched", "fired on", "times on rank 0")]
     for entry in (outcome.boot_report or {}).get("adapters", []):
-        # The engine kills its ranks at the end, so the report's own last word may be missing.
-        state = "never fired" if entry["state"] == "installed" and not outcome.problem else entry["state"]
+        counts = outcome.fired.get(entry["adapter"], [])
+        state = "fired" if any(counts) else entry["state"]
+        # The engine kills its ranks at the end, so the report's own last word is missing.
+        state = "never fired" if state == "installed" and not outcome.problem else state
+        on = f"{sum(map(bool, counts))} of {len(counts)} ranks"
         rows.append(
-            (entry["adapter"], state, entry["guarantee"], str(len(entry["patched"])), "yes" if entry["fired"] else "no")
+            (entry["adapter"], state, entry["guarantee"], str(len(entry["patched"])), on, str(next(iter(counts), 0)))
         )
     return rows
+
+
+def _notes(outcome: Outcome) -> list[str]:
+    """What the adapters say of themselves, gathers by route among it."""
+    return [
+        f"  {entry['adapter']}: {note}"
+        for entry in (outcome.boot_report or {}).get("adapters", [])
+        for note in entry.get("notes", [])
+    ]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

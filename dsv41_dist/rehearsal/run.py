@@ -169,6 +169,9 @@ def _collect(folder: Path, outcome: Outcome) -> None:
     report = folder / "boot_report.json"
     if report.is_file():
         outcome.boot_report = json.loads(report.read_text())
+    last = [entries[-1].get("fired", {}) for _, entries in sorted(outcome.ranks.items()) if entries]
+    for adapter in last[0] if last else []:
+        outcome.fired[adapter] = [counts.get(adapter, 0) for counts in last]
     forwards = [entry for entry in outcome.ranks.get(0, []) if not entry["draft"]]
     for entry in forwards:
         for call, count in entry.get("collectives", {}).items():

@@ -22,11 +22,15 @@ _LONG = 600  # rows: three chunks of the engine's 256-row pages
 
 @dataclass(frozen=True)
 class Stage:
-    """Requests that arrive together, each a list of token ids, and how many tokens each generates."""
+    """Requests that arrive together, each a list of token ids, and how many tokens each generates.
+
+    temperature 0 is greedy. Sampled text follows from the server's seed, which is fixed.
+    """
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: int
+    temperature: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Boot:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Boot:
-        stages = tuple(Stage(s["name"], tuple(map(tuple, s["prompts"])), s["new_tokens"]) for s in data["stages"])
+        stages = tuple(Stage(**{**stage, "prompts": tuple(map(tuple, stage["prompts"]))}) for stage in data["stages"])
         return cls(**{**data, "stages": stages, "extra_path": tuple(data["extra_path"])})
 
     def digest(self) -> str:
@@ -56,8 +60,12 @@ class Boot:
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def default_stages(new_tokens: int = 6, vocab: int = 1024, long: bool = True) -> tuple[Stage, ...]:
-    """Ten short prompts at once; then one of three prefill chunks; then one that shares its first 512 rows."""
+def default_stages(
+    new_tokens: int = 6, vocab: int = 1024, long: bool = True, sampled: bool = False
+) -> tuple[Stage, ...]:
+    """Ten short prompts at once; `long`: then one of three prefill chunks, then one that shares its first 512 rows;
+    `sampled`: then two that are sampled (which is what a draft's temperature and the rule that accepts sampled drafts
+    need)."""
     lengths = (6, 9, 12, 17, 24, 31, 40, 20, 15, 50)
     short = tuple(_prompt(length, index, vocab) for index, length in enumerate(lengths))
     stages = [Stage("ten prompts at once", short, new_tokens)]
@@ -66,6 +74,9 @@ def default_stages(new_tokens: int = 6, vocab: int = 1024, long: bool = True) ->
         second = first[:550] + _prompt(30, 12, vocab)
         stages.append(Stage(f"{_LONG} rows in chunks", (first,), new_tokens))
         stages.append(Stage("a prefix seen before", (second,), new_tokens))
+    if sampled:
+        prompts = tuple(_prompt(length, 20 + length, vocab) for length in (8, 21))
+        stages.append(Stage("two sampled", prompts, new_tokens, 0.8))
     return tuple(stages)
 
 

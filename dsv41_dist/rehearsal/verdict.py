@@ -22,35 +22,51 @@ class Outcome:
     ranks: dict[int, list[dict[str, Any]]] = field(default_factory=dict[int, list[dict[str, Any]]])
     collectives: dict[str, float] = field(default_factory=dict[str, float])
     boot_report: dict[str, Any] | None = None
+    fired: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # adapter -> how often, by rank
     log: str = ""
 
 
 @dataclass
 class Comparison:
-    """Whether tokens and logits bytes are equal, and where they first are not. `problems` decide the verdict."""
+    """Whether tokens and logits bytes are equal, and where they first are not. `problems` decide the verdict.
+
+    `logits_equal` is over every forward, `prefill_equal` over the target's prefill forwards.
+    """
 
     tokens_equal: bool
     logits_equal: bool
+    prefill_equal: bool
     forwards: int
     largest_difference: float
     problems: list[str]
 
 
-def compare(stock: Outcome, other: Outcome, bytes_must_match: bool = True) -> Comparison:
-    """Every prompt's tokens, every forward's logits on every rank. Both outcomes must have run to their end."""
-    problems = [*_tokens(stock, other), *_ranks_agree(other)]
+def compare(stock: Outcome, other: Outcome, exact: bool = True) -> Comparison:
+    """Every prompt's tokens, every forward's logits on every rank. Both outcomes must have run to their end.
+
+    Without `exact`, drafts may differ, and with them the batches: then the greedy tokens must be equal, sampled prompts
+    must have as many, and the logits bytes of the target's prefill forwards must be equal, which come before any draft.
+    """
+    problems = [*_tokens(stock, other, exact), *_ranks_agree(other)]
     tokens_equal = not any(p.startswith("tokens") for p in problems)
-    forwards, largest, different = _logits(stock, other)
-    if different and bytes_must_match:
-        problems.append(different)
-    return Comparison(tokens_equal, not different, forwards, largest, problems)
+    ours, theirs = stock.ranks.get(0, []), other.ranks.get(0, [])
+    forwards, largest, different = _logits(ours, theirs)
+    _, _, prefill = _logits(_prefill(ours), _prefill(theirs))
+    if different if exact else prefill:
+        problems.append(different if exact else f"in prefill: {prefill}")
+    return Comparison(tokens_equal, not different, not prefill, forwards, largest, problems)
 
 
-def _tokens(stock: Outcome, other: Outcome) -> list[str]:
+def _prefill(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry for entry in entries if entry["mode"] == "EXTEND" and not entry["draft"]]
+
+
+def _tokens(stock: Outcome, other: Outcome, exact: bool) -> list[str]:
     out: list[str] = []
     for ours, theirs in zip(stock.stages, other.stages, strict=True):
         for number, (a, b) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
-            if a != b:
+            free = ours["sampled"] and not exact
+            if a != b and (not free or len(a) != len(b)):
                 at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
                 said = f"{_at(a, at)} there, {_at(b, at)} here"
                 out.append(f"tokens differ: {ours['name']}, prompt {number}, token {at}: {said}")
@@ -78,10 +94,9 @@ def _ranks_agree(outcome: Outcome) -> list[str]:
     return out
 
 
-def _logits(stock: Outcome, other: Outcome) -> tuple[int, float, str]:
+def _logits(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> tuple[int, float, str]:
     """(forwards compared, largest difference of the two largest logits, first difference in words or "")."""
     largest, different = 0.0, ""
-    ours, theirs = stock.ranks.get(0, []), other.ranks.get(0, [])
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if _shape(a) != _shape(b):
             return index, largest, different or f"the batches differ at forward {index}: {_shape(a)} and {_shape(b)}"

@@ -69,7 +69,7 @@ def main(folder: Path) -> None:
     events.say("ready", ranks=_schedulers(), version=sglang.__version__)
     for stage in boot.stages:
         tokens, cached = engine.loop.run_until_complete(_together(engine, stage))
-        events.say("stage", name=stage.name, tokens=tokens, cached=cached)
+        events.say("stage", name=stage.name, sampled=stage.temperature > 0, tokens=tokens, cached=cached)
     events.say("done")
     engine.shutdown()
     events.say("shut down")
@@ -81,7 +81,7 @@ async def _together(engine: Any, stage: Stage) -> tuple[list[list[int]], list[in
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
     manager = engine.tokenizer_manager
-    sampling = {"max_new_tokens": stage.new_tokens, "temperature": 0.0, "ignore_eos": True}
+    sampling = {"max_new_tokens": stage.new_tokens, "temperature": stage.temperature, "ignore_eos": True}
     manager.auto_create_handle_loop()
     # Straight to the scheduler: the manager's own pause would hold the requests back here.
     await manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))

@@ -111,6 +111,32 @@ def index(out: dict[str, object]) -> None:
     out["index cache"] = torch.equal(ours, theirs)
 
 
+def index_scores(out: dict[str, object]) -> None:
+    from sglang.kernels.ops.attention.dsv4 import fp4_indexer as engine
+    from sglang.srt.layers.attention.dsv4.dsv41_sparse import DeepseekV41Indexer
+
+    keys = draw(15, 6, 128).to(torch.bfloat16)
+    codes, scales = formulas.index_key_codes(keys)
+    table = torch.zeros(3, 256 * 68, dtype=torch.uint8)
+    places = torch.tensor([0, 5, 255, 256, 300, 511])
+    formulas.pack_index_keys(codes, scales, table, places, 256)
+    exponents = scales.view(torch.uint8).view(-1, 4)
+    decoded = decode_mxfp4(codes, torch.exp2(exponents.float() - 127)).to(torch.bfloat16)
+    # As queries come: quantised to FP4, so that products are exact in fp32.
+    q_codes, q_scales = formulas.index_key_codes(draw(16, 3 * 8, 128).to(torch.bfloat16))
+    q_exponents = q_scales.view(torch.uint8).view(-1, 4).float() - 127
+    q = decode_mxfp4(q_codes, torch.exp2(q_exponents)).to(torch.bfloat16).view(3, 8, 128)
+    weights = draw(17, 3, 8).to(torch.bfloat16)
+    order = torch.tensor([[0, 1, 2, 3, 4, 5], [5, 5, 0, 1, 0, 0], [3, 0, 0, 0, 0, 0]])
+    lens = torch.tensor([6, 4, 0])
+    ours = formulas.index_logits(q, weights, places[order], lens, table, 256)
+    scores = DeepseekV41Indexer.scores(None, q, decoded, weights).gather(1, order)
+    out["index logits"] = torch.equal(ours, scores.masked_fill(torch.arange(6) >= lens[:, None], -torch.inf))
+    # No more of it than what is visible: the interpreter's dot takes the bits of bf16 for integers.
+    theirs = engine.fp4_index_logits_decode(q, weights, places[order], lens, table, 256)
+    out["index logits visible"] = torch.equal(ours.isinf(), theirs.isinf())
+
+
 def experts(out: dict[str, object]) -> None:
     from sglang.srt.layers.quantization.fp8 import DSV4_DEQUANT_FP4_TABLE
 
@@ -123,7 +149,7 @@ def experts(out: dict[str, object]) -> None:
 
 def main() -> None:
     out: dict[str, object] = {}
-    for check in (mhc, rope, pages, fp8, index, experts):
+    for check in (mhc, rope, pages, fp8, index, index_scores, experts):
         check(out)
     print(json.dumps(out))
 

@@ -47,6 +47,8 @@ def beside(rehearsal_python) -> dict:
         "index codes",
         "index scales",
         "index cache",
+        "index logits",
+        "index logits visible",
         "mxfp4 table",
     ],
 )

@@ -13,7 +13,7 @@ from dsv41_dist.rehearsal.verdict import Outcome, compare
 def outcome(name: str = "stock") -> Outcome:
     forward = {"mode": "DECODE", "draft": False, "rows": 2, "requests": 2, "collectives": {"all_reduce": 3}}
     forwards = [{**forward, "logits": [f"a{i}", f"b{i}"], "top": [[5, 9.0, 8.0], [6, 7.0, 6.0]]} for i in range(3)]
-    stage = {"name": "short", "tokens": [[1, 2, 3], [4, 5, 6]], "cached": [0, 0]}
+    stage = {"name": "short", "sampled": False, "tokens": [[1, 2, 3], [4, 5, 6]], "cached": [0, 0]}
     return Outcome(name, stages=[stage], ranks={rank: copy.deepcopy(forwards) for rank in range(4)})
 
 
@@ -50,7 +50,28 @@ def test_one_row_of_other_bytes_is_named_with_its_difference():
     found = compare(outcome(), other)
     assert (found.tokens_equal, found.logits_equal, found.largest_difference) == (True, False, 0.25)
     assert found.problems == ["logits bytes differ first at forward 1 (DECODE, 2 rows), row 1"]
-    assert compare(outcome(), other, bytes_must_match=False).problems == []
+    assert compare(outcome(), other, exact=False).problems == []
+
+
+def test_where_drafts_may_differ_sampled_text_is_free_and_prefill_is_not():
+    stock, other = outcome(), outcome("adapted")
+    for boot in (stock, other):
+        boot.stages[0]["sampled"] = True
+        for entries in boot.ranks.values():
+            entries[0]["mode"] = "EXTEND"
+    other.stages[0]["tokens"][1][2] = 7
+    for entries in other.ranks.values():
+        entries[2]["rows"] = 3  # another batch, after other drafts
+    assert compare(stock, other, exact=False).problems == []
+    assert len(compare(stock, other).problems) == 2
+    other.stages[0]["tokens"][1].append(8)
+    assert compare(stock, other, exact=False).problems == ["tokens differ: short, prompt 1, token 2: 6 there, 7 here"]
+    other.stages[0]["tokens"][1].pop()
+    for entries in other.ranks.values():
+        entries[0]["logits"][1] = "x"
+    found = compare(stock, other, exact=False)
+    assert not found.prefill_equal
+    assert found.problems == ["in prefill: logits bytes differ first at forward 0 (EXTEND, 2 rows), row 1"]
 
 
 def test_a_rank_of_its_own_mind_is_named():
@@ -78,27 +99,44 @@ def test_one_forward_less_on_every_rank_is_a_problem():
     assert compare(outcome(), other).problems == ["3 forwards there, 2 here"]
 
 
-def reported(state: str) -> Outcome:
+def reported(state: str, name: str = "some", counts: tuple[int, ...] = (0, 0, 0, 0)) -> Outcome:
     adapted = outcome("adapted")
-    entry = {"adapter": "some", "state": state, "guarantee": "bit-identical", "patched": ["m:f"], "fired": 0}
+    entry = {"adapter": name, "state": state, "guarantee": "bit-identical", "patched": ["m:f"], "fired": 0}
+    entry["notes"] = ["over here: 3 calls"]
     adapted.boot_report = {"ranks": 4, "adapters": [entry]}
+    adapted.fired = {name: list(counts)}
     return adapted
 
 
 @pytest.mark.parametrize(
-    ("state", "must_fire", "problems", "notes"),
+    ("state", "counts", "must_fire", "problems", "notes"),
     [
-        ("fired", True, 0, 0),
-        ("native", True, 0, 0),
-        ("installed", False, 0, 1),
-        ("never fired", False, 0, 1),
-        ("installed", True, 1, 0),
-        ("armed", False, 1, 0),
+        ("fired", (1, 2, 3, 4), True, 0, 0),
+        ("installed", (1, 2, 3, 4), True, 0, 0),  # the report on disk may be older than the counts
+        ("fired", (1, 0, 3, 4), False, 1, 0),
+        ("native", (0, 0, 0, 0), True, 0, 0),
+        ("installed", (0, 0, 0, 0), False, 0, 1),
+        ("never fired", (0, 0, 0, 0), False, 0, 1),
+        ("installed", (0, 0, 0, 0), True, 1, 0),
+        ("armed", (0, 0, 0, 0), False, 1, 0),
     ],
 )
-def test_the_state_of_an_adapter_decides(state, must_fire, problems, notes):
-    found = judge([outcome(), reported(state)], None, ["some"], must_fire)
+def test_the_state_of_an_adapter_decides(state, counts, must_fire, problems, notes):
+    found = judge([outcome(), reported(state, counts=counts)], None, ["some"], must_fire)
     assert (len(found[0]), len(found[1])) == (problems, notes)
+
+
+def test_a_rank_on_which_an_adapter_did_not_fire_is_named():
+    (problem,) = judge([outcome(), reported("fired", counts=(1, 0, 3, 0))], None, ["some"], False)[0]
+    assert problem == "some fired on some ranks only: never on rank 1, 3"
+
+
+def test_what_cannot_fire_here_is_said_with_its_reason_and_does_not_fail():
+    problems, (note,) = judge(
+        [outcome(), reported("installed", "folded_result_fence")], None, ["folded_result_fence"], True
+    )
+    assert problems == []
+    assert note.startswith("folded_result_fence is installed and cannot fire here: it wraps the accept folded into")
 
 
 def test_an_adapter_missing_from_the_report_is_a_problem():
@@ -106,9 +144,11 @@ def test_an_adapter_missing_from_the_report_is_a_problem():
 
 
 def test_the_last_line_is_the_verdict():
-    boots = [outcome(), reported("fired")]
+    boots = [outcome(), reported("fired", counts=(5, 5, 5, 5))]
     good = text(boots, compare(*boots), [], [], "head", 12.0)
     assert good.splitlines()[-1] == "READY: 2 boot(s), 12 s"
     assert "block_fp8_linear" in good
+    assert "4 of 4 ranks" in good
+    assert "some: over here: 3 calls" in good
     bad = text(boots, None, ["lost rank 2"], [], "head", 12.0)
     assert bad.splitlines()[-2:] == ["- lost rank 2", "NOT READY: 2 boot(s), 12 s"]

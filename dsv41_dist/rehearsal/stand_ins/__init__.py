@@ -73,10 +73,22 @@ STAND_INS = (
         "the engine's Triton kernels in the interpreter, byte for byte",
     ),
     StandIn(
+        "index_logits",
+        "fp4_index_logits_decode (Triton, whose interpreter takes the bits of bf16 in a dot for integers)",
+        "the same steps over all rows in torch, each key decoded once",
+        "the engine's torch version of the same scores (DeepseekV41Indexer.scores), byte for byte",
+    ),
+    StandIn(
         "gather_once",
         "flash_mla_sm120._gather_and_dequant, which decodes a key for every row that reads it",
         "the same function on each key once",
         "the engine's function, byte for byte",
+    ),
+    StandIn(
+        "loopback",
+        "the one-shot transport `peer`: CUDA kernels over GPU peer memory",
+        "the same collectives over memory that the processes share",
+        "comm.reference, byte for byte, between processes",
     ),
     StandIn(
         "platform",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import decode_block_fp8, decode_row_fp8, encode_row_fp8, pack_e2m1
+from ..formats import decode_block_fp8, decode_mxfp4, decode_row_fp8, encode_row_fp8, pack_e2m1
 
 __all__ = [
     "block_fp8_linear",
     "expert_mlp",
     "index_key_codes",
+    "index_logits",
     "key_norm_rope",
     "mix_streams",
     "order_free_product",
@@ -182,6 +183,24 @@ def pack_index_keys(
     cache[where[:, None], offset[:, None] * 64 + torch.arange(64)] = codes.view(torch.uint8)
     at = page * 64 + offset[:, None] * 4 + torch.arange(4)
     cache[where[:, None], at] = scales.view(torch.uint8).view(-1, 4)
+
+
+def index_logits(
+    q: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, table: torch.Tensor, page: int
+) -> torch.Tensor:
+    """Scores fp32 [b, n] of index keys in a paged cache: q bf16 [b, heads, 128], weights bf16 [b, heads], slots [b, n].
+
+    `table` is laid out as by pack_index_keys. Rounded to bf16 after the product, after the weight and after the sum
+    over heads; -inf from position lens [b] on. Each key is decoded once.
+    """
+    keys, where = slots.unique(return_inverse=True)
+    at, offset = keys // page, keys % page
+    codes = table[at[:, None], offset[:, None] * 64 + torch.arange(64)]
+    exponents = table[at[:, None], page * 64 + offset[:, None] * 4 + torch.arange(4)]
+    decoded = decode_mxfp4(codes, torch.exp2(exponents.float() - 127)).to(torch.bfloat16)
+    products = torch.einsum("bhd,nd->bhn", q.float(), decoded.float()).to(torch.bfloat16)
+    scores = (products.relu() * weights.unsqueeze(-1)).sum(1).float().gather(1, where)
+    return scores.masked_fill(torch.arange(slots.shape[1]) >= lens[:, None], -torch.inf)
 
 
 def _power(value: torch.Tensor) -> torch.Tensor:

@@ -113,6 +113,8 @@ def install() -> None:
     after.add("sglang.kernels.ops.attention.flash_mla_sm120", _gather)
     after.add("sglang.kernels.ops.quantization.fp4_indexer_quant", _index_codes)
     after.add("sglang.kernels.ops.kvcache.dsv4_fp4_index_k_cache", _index_cache)
+    after.add("sglang.kernels.ops.attention.dsv4.fp4_indexer", _index_logits)
+    after.add("dsv41_dist.comm.transports.peer", _loopback)
     from ..recorder import watch
 
     watch(after)
@@ -254,6 +256,23 @@ def _index_cache(module: Any) -> None:
         pack_index_keys(codes, scales, cache, loc, page_size)
 
     _replace(module, "store_fp4_index_k_cache", store_fp4_index_k_cache)
+
+
+def _index_logits(module: Any) -> None:
+    import torch
+
+    from .formulas import index_logits
+
+    def fp4_index_logits_decode(q: Any, weights: Any, slots: Any, lens: Any, table: Any, page_size: int) -> Any:
+        return index_logits(q, weights.to(torch.bfloat16), slots, lens, table, page_size)
+
+    _replace(module, "fp4_index_logits_decode", fp4_index_logits_decode)
+
+
+def _loopback(module: Any) -> None:
+    from .loopback import LoopbackTransport
+
+    module.PeerTransport = LoopbackTransport
 
 
 def _fp8_linear(module: Any) -> None:
