@@ -119,6 +119,22 @@ class RowScope:
         mine = self.comm.reduce_scatter(partial, label=label)
         return self.comm.all_gather(mine, 0, label=label) if self.mode == "comm" else mine
 
+    def select(self, held: torch.Tensor, index: torch.Tensor, *, label: str) -> torch.Tensor:
+        """Rows `index` (int64 [n], of the whole batch, the same on every rank) of what the ranks hold: [held, ...] per
+        rank -> [n, ...] on every rank. Any dtype; a byte copy (bit-identical), without moving the other rows.
+
+        Each row has one owner; the others add zero bytes, so the sum of bytes is the owner's row.
+        """
+        self._check(f"select {label!r}", held, self.held)
+        if not self.sharded:
+            return held[index]
+        local = index - self.start
+        mine = (local >= 0) & (local < self.held)
+        picked = held[local.clamp(0, self.held - 1)].contiguous()
+        as_bytes = picked.view(len(index), picked.shape[1:].numel()).view(torch.uint8)
+        as_bytes.mul_(mine.unsqueeze(-1))
+        return self.comm.all_reduce(as_bytes, label=label).view(picked.dtype).view(picked.shape)
+
     def _check(self, what: str, x: torch.Tensor, rows: int) -> None:
         if x.dim() == 0 or x.shape[0] != rows:
             raise LayoutError(

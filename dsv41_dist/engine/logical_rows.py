@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["logical_rows", "sharded_rows"]
+__all__ = ["logical_rows", "sharded_rows", "whole_rows"]
 
 
 class _Chunk(threading.local):
@@ -46,3 +46,16 @@ def sharded_rows(shard: int, rows: int) -> Iterator[None]:
         yield
     finally:
         _chunk.shard, _chunk.rows = 0, 0
+
+
+@contextmanager
+def whole_rows() -> Iterator[None]:
+    """While open, on this thread, every tensor stands for itself: inside attention and MoE, which take gathered rows
+    and make tensors of other heights of them (a compressed key for every fourth row, say). May be nested.
+    """
+    saved = _chunk.shard, _chunk.rows
+    _chunk.shard, _chunk.rows = 0, 0
+    try:
+        yield
+    finally:
+        _chunk.shard, _chunk.rows = saved

@@ -76,6 +76,23 @@ def test_exact_takes_the_sum_of_somebody_else(comm):
     assert wrong_elements(got, scope.take(reference.all_reduce(parts) + 0.5).contiguous()) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_select_gives_the_bytes_of_those_rows(comm, mode, dtype):
+    rows = 3 * comm.ranks.size
+    full = byte_pattern((rows, 2, 3), dtype, 9, 0)
+    scope = RowScope(comm, rows, mode)
+    for chosen in ([rows - 1], [0, rows - 1, 1, 1], list(range(rows)), []):
+        index = torch.tensor(chosen, dtype=torch.int64)
+        got = scope.select(scope.take(full).clone(), index, label="pick")
+        want = full.view(torch.uint8)[index].view(dtype) if chosen else full[:0]
+        assert wrong_elements(got, want) == 0
+    flat = torch.arange(rows)
+    assert scope.select(scope.take(flat).clone(), flat[:2], label="pick").tolist() == [0, 1]
+    with pytest.raises(LayoutError, match="select 'pick' on rank"):
+        scope.select(full[:0], torch.tensor([0]), label="pick")
+
+
 def test_what_cannot_be_split_is_a_value_with_a_reason(comm):
     rows = comm.ranks.size + 1
     plan = RowScope.plan(comm, rows, "fast")

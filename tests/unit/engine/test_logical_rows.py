@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from dsv41_dist.engine.logical_rows import logical_rows, sharded_rows
+from dsv41_dist.engine.logical_rows import logical_rows, sharded_rows, whole_rows
 
 
 def test_outside_a_chunk_rows_are_themselves():
@@ -42,4 +42,14 @@ def test_chunks_do_not_nest():
     with sharded_rows(2, 8):
         with pytest.raises(ValueError, match="already open"), sharded_rows(1, 2):
             pass
+        assert logical_rows(2) == 8
+
+
+def test_inside_gathered_operators_rows_are_themselves():
+    with sharded_rows(2, 8):
+        with whole_rows(), whole_rows():
+            assert logical_rows(2) == 2
+        assert logical_rows(2) == 8
+        with pytest.raises(RuntimeError), whole_rows():
+            raise RuntimeError
         assert logical_rows(2) == 8
