@@ -170,3 +170,61 @@ def split(
         flip=flip_byte,
     )
     raise typer.Exit(run(place, run_split, plan))
+
+
+@bench_app.command()
+def verify(
+    vocab: Annotated[str, typer.Option(help="tokens of the synthetic pairs")] = "4",
+    drafts: Annotated[str, typer.Option(help="drafts a step, 1 to 5")] = "5",
+    temperatures: Annotated[
+        str, typer.Option("--temperature", help="list of request temperatures")
+    ] = "0.3,0.6,1.0,1.5",
+    agreements: Annotated[
+        str, typer.Option("--agreement", help="list of correlations of the draft's logits with the target's")
+    ] = "0,0.5,0.8,0.9,0.95,1",
+    taus: Annotated[str, typer.Option("--draft-tau", help="list of draft temperatures, of the request's")] = "1.0",
+    caps: Annotated[str, typer.Option(help="caps as in DSV41_VERIFY_CAP, with spaces between")] = "3 conf:0.5",
+    pairs: Annotated[str, typer.Option(help="random pairs that a line is the mean of")] = "8",
+    requests: Annotated[
+        str | None, typer.Option(help="batch sizes of the kernels' times, or none [1,8,32,64; on a CPU none]")
+    ] = None,
+    kernel_vocab: Annotated[str, typer.Option(help="vocabulary of the kernels' times")] = "129280",
+    iterations: Iterations = "10",
+    graphs: Annotated[
+        str | None, typer.Option("-G", "--cudagraph", help="replays of a CUDA graph of -n calls [30; on a CPU 0]")
+    ] = None,
+    device: Device = "auto",
+    json_file: JsonFile = None,
+    plot: Plot = None,
+    drawn_at: Annotated[
+        str,
+        typer.Option(help="draw the drafts at this many times the temperature they are tested with (tests the check)"),
+    ] = "1",
+) -> None:
+    """What token-wise, block and capped verification accept, by enumeration, and the kernels' times on a GPU.
+
+    One process. Exit 1 when a law or a length is not what it must be, or a kernel decides other than its twin.
+    """
+    from .bench_verify import plan_verify, run_verify
+
+    raise typer.Exit(
+        run_verify(
+            plan_verify(
+                vocab=vocab,
+                drafts=drafts,
+                temperatures=temperatures,
+                agreements=agreements,
+                taus=taus,
+                caps=caps,
+                pairs=pairs,
+                drawn_at=drawn_at,
+                device=device,
+                requests=requests,
+                kernel_vocab=kernel_vocab,
+                iterations=iterations,
+                graphs=graphs,
+                json_file=json_file,
+                plot_file=plot,
+            )
+        )
+    )

@@ -13,7 +13,7 @@ import torch
 from ..comm import Communicator
 from .ops import Ready
 
-__all__ = ["summarise", "time_calls", "timed"]
+__all__ = ["local_times", "summarise", "time_calls", "timed"]
 
 
 def time_calls(
@@ -65,17 +65,7 @@ def timed(
 def _time_graph(
     comm: Communicator, call: Callable[[], Any], iterations: int, graphs: int
 ) -> tuple[list[float], Callable[[], Any]]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    comm.synchronize(label="bench:warm")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(iterations):
-            call()
+    graph = _captured(call, iterations, lambda: comm.synchronize(label="bench:warm"))
     for _ in range(3):
         graph.replay()
     comm.synchronize(label="bench:captured")
@@ -90,6 +80,47 @@ def _time_graph(
         comm.synchronize(label="bench:replay")
         times.append(start.elapsed_time(end) * 1e3 / iterations)
     return times, graph.replay
+
+
+def local_times(call: Callable[[], Any], iterations: int, graphs: int, cuda: bool) -> list[float]:
+    """Microseconds per call on this process alone: of each call, or of each replay of a graph of `iterations` calls."""
+    for _ in range(3):
+        call()
+    if not cuda:
+        times: list[float] = []
+        for _ in range(iterations):
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e6)
+        return times
+    again, inner, rounds = call, 1, iterations
+    if graphs:
+        again, inner, rounds = _captured(call, iterations, torch.cuda.synchronize).replay, iterations, graphs
+        again()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+    torch.cuda._sleep(100_000)
+    marks[0].record()
+    for mark in marks[1:]:
+        again()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) * 1e3 / inner for a, b in itertools.pairwise(marks)]
+
+
+def _captured(call: Callable[[], Any], iterations: int, synchronize: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `iterations` calls, warmed on a side stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(iterations):
+            call()
+    return graph
 
 
 def _align(comm: Communicator) -> None:
