@@ -31,7 +31,8 @@ def read_columns(layer: Any, lo: int, hi: int) -> torch.Tensor:
     for at in range(0, k, _ROWS_AT_ONCE):
         rows = min(_ROWS_AT_ONCE, k - at)
         unit = torch.zeros(rows, k, dtype=torch.bfloat16, device=device)
-        unit[torch.arange(rows), at + torch.arange(rows)] = 1.0
+        at_row = torch.arange(rows, device=device)
+        unit[at_row, at + at_row] = 1.0
         out[:, at : at + rows] = layer(unit)[0][:, lo:hi].t()
     return out
 

@@ -62,7 +62,7 @@ class Control:
             return value, True
         self._votes += 1
         call, answer = _hash(json.dumps(identity.describe(seq))), _hash(said)
-        mine = torch.tensor([call, -call, answer, -answer, value], dtype=torch.int64)
+        mine = torch.tensor([call, -call, answer, -answer, value], dtype=torch.int64, device="cpu")
         low = self._reduce_min(mine, arbiter)
         if low[0] != -low[1]:
             self._raise_mismatch(identity, seq)
@@ -76,12 +76,12 @@ class Control:
         if self._ranks.size == 1:
             return [text]
         data = text.encode()
-        lengths = torch.zeros(self._ranks.size, dtype=torch.int64)
-        self._carrier.all_gather_rows(torch.tensor([len(data)], dtype=torch.int64), lengths)
+        lengths = torch.zeros(self._ranks.size, dtype=torch.int64, device="cpu")
+        self._carrier.all_gather_rows(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), lengths)
         longest = max(1, int(lengths.max()))
-        send = torch.zeros(longest, dtype=torch.uint8)
-        send[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        received = torch.zeros((self._ranks.size, longest), dtype=torch.uint8)
+        send = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+        send[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
+        received = torch.zeros((self._ranks.size, longest), dtype=torch.uint8, device="cpu")
         self._carrier.all_gather_rows(send, received)
         return [bytes(received[r, : int(lengths[r])].tolist()).decode() for r in range(self._ranks.size)]
 

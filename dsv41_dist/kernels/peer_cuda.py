@@ -49,7 +49,7 @@ class CudaDevice:
         self.index: int = torch.cuda.current_device() if str(device) == "cuda" else device.index
         #: of 64 registers at most, so every multiprocessor holds 1024 of them
         self.threads = 1024 * torch.cuda.get_device_properties(self.index).multi_processor_count
-        self._record = torch.zeros(8, dtype=torch.int64, pin_memory=True)
+        self._record = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=True)
         self._words: Any = self._record.numpy().data
         self.host_record = self._record.data_ptr()
         self._arena = 0

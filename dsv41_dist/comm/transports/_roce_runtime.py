@@ -168,7 +168,7 @@ def _try_memory(device: torch.device, nbytes: int) -> None:
     """
     cudart: Any = import_module("cuda.bindings.runtime")
     with torch.cuda.device(device):
-        block = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        block = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         error, pointer = cudart.cudaHostGetDevicePointer(block.data_ptr(), 0)
     if int(error) != 0 or int(pointer) != block.data_ptr():
         raise MemoryError(f"pinned memory at {block.data_ptr():#x} is {pointer} on {device} (error {int(error)})")

@@ -218,12 +218,12 @@ class RoceTransport(Transport):
             mine = torch.full((2, width), rank, dtype=torch.uint8, device=device)
             everyone = mine.new_empty((2, width * world))
             self.all_gather(mine, 1, everyone)
-            want = torch.arange(world, dtype=torch.uint8).repeat_interleave(width).repeat(2, 1)
+            want = torch.arange(world, dtype=torch.uint8, device="cpu").repeat_interleave(width).repeat(2, 1)
             self._same("all_gather", everyone, want)
         for dtype in _DTYPES:
             total = torch.full((_PACK,), float(rank + 1), dtype=dtype, device=device)
             self.all_reduce(total, "sum", total)
-            self._same("all_reduce", total, torch.full((_PACK,), world * (world + 1) / 2, dtype=dtype))
+            self._same("all_reduce", total, torch.full((_PACK,), world * (world + 1) / 2, dtype=dtype, device="cpu"))
 
     def _same(self, what: str, got: torch.Tensor, want: torch.Tensor) -> None:
         self.watch.wait_device()

@@ -239,6 +239,21 @@ def test_different_settings_on_one_rank_are_refused_by_all(ranks):
         Communicator.create(ranks, settings=CommSettings(timeout_s=21 if odd else 20))
 
 
+def test_the_caller_s_default_device_is_not_ours(ranks):
+    """An engine loads its model under `torch.device`: what we keep on the host must not follow it."""
+    x = torch.full((4, 2), float(ranks.rank + 1))
+    with torch.device("meta"):
+        comm = Communicator.create(ranks, settings=CommSettings(timeout_s=20, check=True))
+        assert comm.agreement.agree(True, label="yes")
+        assert comm.agreement.same_everywhere({"a": 1}, label="same") == {"a": 1}
+        assert comm.agreement.gather(ranks.rank, label="who") == list(range(ranks.size))
+        total = comm.all_reduce(x, label="sum")
+        rows = comm.all_gather(x, 1, label="rows")
+        comm.close()
+    assert total.flatten().tolist() == [ranks.size * (ranks.size + 1) / 2] * 8
+    assert rows[0].tolist() == [float(rank + 1) for rank in range(ranks.size) for _ in range(2)]
+
+
 def test_a_flipped_byte_is_seen(comm):
     if comm.ranks.size == 1:
         pytest.skip("needs a second rank")
