@@ -9,7 +9,7 @@ while x is a shard of it, and x.shape[0] otherwise. Knows neither torch nor the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 __all__ = ["logical_rows", "sharded_rows", "whole_rows"]
@@ -32,7 +32,7 @@ def logical_rows(rows: int) -> int:
 
 
 @contextmanager
-def sharded_rows(shard: int, rows: int) -> Iterator[None]:
+def sharded_rows(shard: int, rows: int) -> Generator[None]:
     """While open, on this thread, a tensor of `shard` rows stands for a chunk of `rows` rows. Not reentrant.
 
     Raises ValueError unless 1 <= shard <= rows and shard divides rows, and when a chunk is already open.
@@ -49,7 +49,7 @@ def sharded_rows(shard: int, rows: int) -> Iterator[None]:
 
 
 @contextmanager
-def whole_rows() -> Iterator[None]:
+def whole_rows() -> Generator[None]:
     """While open, on this thread, every tensor stands for itself: inside attention and MoE, which take gathered rows
     and make tensors of other heights of them (a compressed key for every fourth row, say). May be nested.
     """
