@@ -48,7 +48,7 @@ def preflight(
 
 @app.command()
 def rehearse(
-    gates: Annotated[str, typer.Option(help='gates of the adapted boot: "DSV41_X=1 DSV41_Y=..."')] = "",
+    gates: Annotated[str, typer.Option(help='gates of the adapted boot: "DSV41_X=1 DSV41_Y=...", or all')] = "",
     tp: Annotated[str, typer.Option(help="tensor-parallel ranks: 1, 2 or 4")] = "4",
     prompts: Annotated[str | None, typer.Option(help="JSON file: a list of lists of token ids")] = None,
     new_tokens: Annotated[str, typer.Option(help="tokens generated per prompt")] = "6",
@@ -57,6 +57,8 @@ def rehearse(
     order_free: Annotated[bool, typer.Option("--order-free", help="sums whose bits do not depend on order")] = False,
     short: Annotated[bool, typer.Option("--short", help="without the long prompts")] = False,
     must_fire: Annotated[bool, typer.Option("--must-fire", help="an adapter that never fires is a failure")] = False,
+    http: Annotated[bool, typer.Option("--http", help="by way of the engine's HTTP server")] = False,
+    engine_version: Annotated[str | None, typer.Option(help="0.5.21, 0.5.22 or 0.5.23; default: as installed")] = None,
     timeout: Annotated[str, typer.Option(help="seconds for one boot")] = "900",
     json_out: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
@@ -74,6 +76,8 @@ def rehearse(
             order_free,
             short,
             must_fire,
+            http,
+            engine_version,
             timeout,
             json_out,
         )

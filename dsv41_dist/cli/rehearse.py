@@ -22,7 +22,7 @@ from ..rehearsal.tiny_config import TinyConfig
 from ..rehearsal.tiny_model import checkpoint_folder
 from ..rehearsal.verdict import Outcome, compare
 
-__all__ = ["engine_python", "parse_gates", "rehearse"]
+__all__ = ["engine_python", "engine_tree", "parse_gates", "rehearse"]
 
 _TODO = "run launch/engine_env.sh once (launch/rehearse.sh does), or set DSV41_ENGINE_PYTHON"
 
@@ -37,6 +37,8 @@ def rehearse(
     order_free: bool = False,
     short: bool = False,
     must_fire: bool = False,
+    http: bool = False,
+    engine_version: str | None = None,
     timeout: str = "900",
     json_out: bool = False,
 ) -> int:
@@ -44,7 +46,8 @@ def rehearse(
 
     gates: "DSV41_X=1 DSV41_Y=...", or "all": those of every adapter that can be rehearsed; prompts: a JSON file with a
     list of lists of token ids; short: without the long prompts; draft: decode with DSpark and the checkpoint's draft,
-    at TP2 or TP4; timeout: seconds for one boot. Raises ArgumentError for a bad argument.
+    at TP2 or TP4; http: over the engine's HTTP server; engine_version: a release that launch/engine_env.sh unpacked,
+    the installed one if None; timeout: seconds for one boot. Raises ArgumentError for a bad argument.
     """
     start = time.monotonic()
     names = [adapter.name for adapter in REGISTRY]
@@ -78,6 +81,8 @@ def rehearse(
         tp=ranks,
         speculative=draft,
         order_free=free,
+        http=http,
+        tree=engine_tree(engine_version),
     )
     outcomes: list[Outcome] = []
     for name, values in (("stock", {}), ("adapted", chosen)):
@@ -100,7 +105,7 @@ def rehearse(
         what = " ".join(f"{name}={value}" for name, value in chosen.items()) or "no gates"
         mode = "".join([", DSpark" if draft else ", no draft", ", order-free sums" if boot.order_free else ""])
         engine = f"SGLang {outcomes[0].version or '?'}, TP{ranks} on CPU processes"
-        header = f"dsv41_dist rehearse: {engine}, seed {seed}, {what}{mode}"
+        header = f"dsv41_dist rehearse: {engine}{' over HTTP' if http else ''}, seed {seed}, {what}{mode}"
         print(text(outcomes, comparison, problems, notes, header, seconds))
     return 1 if problems else 0
 
@@ -132,6 +137,18 @@ def engine_python() -> str:
     if done.returncode or done.stdout.strip():
         raise ArgumentError(f"{python} lacks {done.stdout.strip() or done.stderr.strip()[-200:]}: {_TODO}")
     return python
+
+
+def engine_tree(version: str | None) -> str:
+    """The folder with that unpacked release; "" for the installed one. Raises ArgumentError."""
+    if version is None:
+        return ""
+    folder = cache_folder() / "engines"
+    there = sorted(path.name for path in folder.glob("*") if (path / ".complete").is_file())
+    if version not in there:
+        allowed = ", ".join(there) or "none yet: run launch/engine_env.sh --wheels"
+        raise ArgumentError(f"--engine-version {version!r}: allowed is {allowed}")
+    return str(folder / version)
 
 
 def _with(boot: Boot, gates: dict[str, str]) -> Boot:

@@ -4,8 +4,11 @@ the engine has imported torch itself."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
+import threading
+import time
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -24,6 +27,7 @@ __all__ = ["AdapterSpec", "Armed", "enabled"]
 
 PARALLEL_STATE = "sglang.srt.distributed.parallel_state"
 SCHEDULER = "sglang.srt.managers.scheduler"
+_REFRESH_S = 1.0
 
 
 class AdapterSpec(Patcher, Protocol):
@@ -65,6 +69,7 @@ class Armed:
         self.release: str | None = None
         self.ready = False
         self.ended = False
+        self._writing = threading.Lock()
 
     @classmethod
     def from_env(cls, registry: Sequence[AdapterSpec]) -> Armed:
@@ -162,10 +167,12 @@ class Armed:
         self.ready = True
         if self.group.rank == 0:
             print(text_table(self.as_json()), file=sys.stderr, flush=True)
-            self._write()
-            for state in self.states.values():
-                state.on_first_fire = self._write
-            atexit.register(self._end)
+            if self.gates["DSV41_BOOT_REPORT"]:
+                self._write()
+                for state in self.states.values():
+                    state.on_first_fire = self._write
+                threading.Thread(target=self._keep_written, name="dsv41-boot-report", daemon=True).start()
+                atexit.register(self._end)
 
     def as_json(self) -> dict[str, Any]:
         """The boot report: environment of the group, and one entry per enabled adapter."""
@@ -179,8 +186,19 @@ class Armed:
         }
 
     def _write(self) -> None:
-        if self.gates["DSV41_BOOT_REPORT"]:
+        with self._writing:
             write_json(self.gates["DSV41_BOOT_REPORT"], self.as_json())
+
+    def _keep_written(self) -> None:
+        """The engine kills its ranks, and nothing runs at their exit: so the file is never older than a moment."""
+        written: dict[str, Any] = {}
+        while not self.ended:
+            time.sleep(_REFRESH_S)
+            with contextlib.suppress(RuntimeError):  # an adapter was adding an entry to its state
+                now = self.as_json()
+                if now != written:
+                    self._write()
+                    written = now
 
     def _end(self) -> None:
         self.ended = True

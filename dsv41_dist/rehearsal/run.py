@@ -22,7 +22,7 @@ __all__ = ["boot_engine", "make_checkpoint", "processes_of"]
 
 _POLL_S = 0.2
 _END_S = 5.0  # how long the engine has to end by itself once a rank is lost
-_REFUSAL = re.compile(r"dsv41_dist refuses to go on.*?(?=\n\S*\n|\n\[|\Z)", re.DOTALL)
+_REFUSAL = re.compile(r"dsv41_dist refuses to go on.*?(?=\ndsv41_dist refuses|\nTraceback|\n\S*\n|\n\[|\Z)", re.DOTALL)
 
 
 def make_checkpoint(python: str, folder: Path, seed: int) -> Path:

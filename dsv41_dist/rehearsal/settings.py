@@ -35,7 +35,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Boot:
-    """One engine: `tree` is a folder with an unpacked release, put before the installed one; "" for the installed."""
+    """One engine: `tree` is a folder with an unpacked release, put before the installed one; "" for the installed.
+
+    `http`: the engine's HTTP server and a client, instead of the offline engine.
+    """
 
     checkpoint: str
     stages: tuple[Stage, ...]
@@ -44,6 +47,7 @@ class Boot:
     tree: str = ""
     speculative: bool = False
     order_free: bool = False
+    http: bool = False
     extra_path: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -108,7 +112,8 @@ def engine_environment(boot: Boot, folder: Path, run: str, base: Mapping[str, st
         **env,
         "PYTHONPATH": os.pathsep.join([*door, *site]),
         "PYTHONWARNINGS": "ignore",
-        "PYTHONDONTWRITEBYTECODE": "1",
+        # An unpacked release has no bytecode yet, and six processes would each compile it.
+        **({} if boot.tree else {"PYTHONDONTWRITEBYTECODE": "1"}),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "TRITON_INTERPRET": "1",

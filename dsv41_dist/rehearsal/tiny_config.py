@@ -48,7 +48,7 @@ class TinyConfig:
     engram_head_dim: int = 32
     engram_vocab: int = 500
     draft_targets: tuple[int, ...] = (2, 5)
-    draft_block: int = 3
+    draft_block: int = 5
     markov_rank: int = 64
 
     @property

@@ -1,4 +1,4 @@
-"""The engine's first process: starts the offline engine, sends the stages, writes what came back. Run by run.py.
+"""The engine's first process: starts the engine or its server, sends the stages, writes what came back. Run by run.py.
 
     python -m dsv41_dist.rehearsal.worker FOLDER
 
@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .server import Engine, over_http, with_engine
 from .settings import Boot, Stage
 
 __all__ = ["main", "server_arguments"]
@@ -63,37 +64,34 @@ def main(folder: Path) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     events = _Events(folder)
     boot = Boot.from_json(json.loads((folder / "boot.json").read_text()))
-    import sglang
 
-    engine = sglang.Engine(**server_arguments(boot))
-    events.say("ready", ranks=_schedulers(), version=sglang.__version__)
-    for stage in boot.stages:
-        tokens, cached = engine.loop.run_until_complete(_together(engine, stage))
-        events.say("stage", name=stage.name, sampled=stage.temperature > 0, tokens=tokens, cached=cached)
-    events.say("done")
-    engine.shutdown()
+    async def work(engine: Engine) -> None:
+        import sglang
+
+        events.say("ready", ranks=_schedulers(), version=sglang.__version__)
+        for stage in boot.stages:
+            tokens, cached = await _together(engine, stage)
+            events.say("stage", name=stage.name, sampled=stage.temperature > 0, tokens=tokens, cached=cached)
+        events.say("done")
+
+    (over_http if boot.http else with_engine)(server_arguments(boot), work)
     events.say("shut down")
 
 
-async def _together(engine: Any, stage: Stage) -> tuple[list[list[int]], list[int]]:
-    """Output ids and cached prompt rows, by prompt. The requests are held until all are with the scheduler, so that the
-    batches, and with them every byte, are the same in every run."""
-    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
-
-    manager = engine.tokenizer_manager
+async def _together(engine: Engine, stage: Stage) -> tuple[list[list[int]], list[int]]:
+    """Output ids and cached prompt rows, by prompt."""
     sampling = {"max_new_tokens": stage.new_tokens, "temperature": stage.temperature, "ignore_eos": True}
-    manager.auto_create_handle_loop()
-    # Straight to the scheduler: the manager's own pause would hold the requests back here.
-    await manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
-    tasks = []
+    await engine.hold()
+    tasks: list[asyncio.Task[dict[str, Any]]] = []
     for number, prompt in enumerate(stage.prompts, 1):
-        tasks.append(asyncio.create_task(engine.async_generate(input_ids=list(prompt), sampling_params=sampling)))
-        while len(manager.rid_to_state) < number and not tasks[-1].done():
+        request = {"input_ids": list(prompt), "sampling_params": sampling}
+        tasks.append(asyncio.create_task(engine.generate(request)))
+        await asyncio.sleep(0)
+        while not tasks[-1].done() and await engine.waiting() < number:
             await asyncio.sleep(0.005)
-        await asyncio.sleep(0.02)
-    await manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
+        await asyncio.sleep(0.02)  # from the manager to the scheduler, in order
+    await engine.release()
     answers = await asyncio.gather(*tasks)
-    answers = [answer[0] if isinstance(answer, list) else answer for answer in answers]
     return [a["output_ids"] for a in answers], [int(a["meta_info"]["cached_tokens"]) for a in answers]
 
 

@@ -137,6 +137,23 @@ def index_scores(out: dict[str, object]) -> None:
     out["index logits visible"] = torch.equal(ours.isinf(), theirs.isinf())
 
 
+def router(out: dict[str, object]) -> None:
+    from sglang.kernels.ops.moe import moe_fused_gate as engine
+    from sglang.srt.layers.moe.topk import fused_topk_torch_native
+
+    from dsv41_dist.rehearsal.stand_ins.router import by_one_program
+
+    by_one_program(engine)
+    scores, bias = draw(18, 7, 8) * 4, draw(19, 8) / 10
+    weights, ids = engine.moe_fused_gate(
+        scores, bias, topk=2, scoring_func="sqrtsoftplus", renormalize=True, sqrtsoftplus_log1p=True
+    )
+    wanted, wanted_ids = fused_topk_torch_native(scores, scores, 2, True, bias, "sqrtsoftplus")
+    order, wanted_order = ids.sort(1), wanted_ids.sort(1)
+    out["router ids"] = torch.equal(order.values.long(), wanted_order.values.long())
+    out["router weights"] = relative(weights.gather(1, order.indices), wanted.gather(1, wanted_order.indices))
+
+
 def experts(out: dict[str, object]) -> None:
     from sglang.srt.layers.quantization.fp8 import DSV4_DEQUANT_FP4_TABLE
 
@@ -149,7 +166,7 @@ def experts(out: dict[str, object]) -> None:
 
 def main() -> None:
     out: dict[str, object] = {}
-    for check in (mhc, rope, pages, fp8, index, index_scores, experts):
+    for check in (mhc, rope, pages, fp8, index, index_scores, router, experts):
         check(out)
     print(json.dumps(out))
 

@@ -49,6 +49,7 @@ def beside(rehearsal_python) -> dict:
         "index cache",
         "index logits",
         "index logits visible",
+        "router ids",
         "mxfp4 table",
     ],
 )
@@ -59,6 +60,7 @@ def test_the_same_as_the_engines_own(beside, what):
 def test_as_close_to_the_engines_own_as_fp32_sums_are(beside):
     assert max(beside["split_sinkhorn"]) < 1e-6
     assert beside["block_fp8_linear"] < 1e-6
+    assert beside["router weights"] < 1e-6
     assert beside["page elsewhere"] == 0
     # Four groups, each rounded to the nearest sixteenth.
     assert 0 < beside["order free"] <= 4 / 32

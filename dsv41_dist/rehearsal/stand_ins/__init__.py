@@ -79,6 +79,12 @@ STAND_INS = (
         "the engine's torch version of the same scores (DeepseekV41Indexer.scores), byte for byte",
     ),
     StandIn(
+        "router",
+        "moe_fused_gate's Triton kernel with libdevice's log1p, four rows a program",
+        "the same kernel in the interpreter, one program over all rows, log1p by Triton's log",
+        "the engine's torch route of the same scores: ids equal, weights to 1e-6",
+    ),
+    StandIn(
         "gather_once",
         "flash_mla_sm120._gather_and_dequant, which decodes a key for every row that reads it",
         "the same function on each key once",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...engine.rebind import rebind
+from .router import by_one_program, route_as_on_cuda
 
 __all__ = ["ORDER_FREE", "AfterImport", "install"]
 
@@ -114,6 +115,9 @@ def install() -> None:
     after.add("sglang.kernels.ops.quantization.fp4_indexer_quant", _index_codes)
     after.add("sglang.kernels.ops.kvcache.dsv4_fp4_index_k_cache", _index_cache)
     after.add("sglang.kernels.ops.attention.dsv4.fp4_indexer", _index_logits)
+    after.add("sglang.srt.layers.moe.topk", route_as_on_cuda)
+    after.add("sglang.kernels.ops.moe.moe_fused_gate", by_one_program)
+    after.add("dsv41_dist.adapters._router_live_source", _live_router)
     after.add("dsv41_dist.comm.transports.peer", _loopback)
     from ..recorder import watch
 
@@ -267,6 +271,18 @@ def _index_logits(module: Any) -> None:
         return index_logits(q, weights.to(torch.bfloat16), slots, lens, table, page_size)
 
     _replace(module, "fp4_index_logits_decode", fp4_index_logits_decode)
+
+
+def _live_router(module: Any) -> None:
+    """The adapter's kernel is made of the engine's, and is launched alike."""
+    load = module.load
+
+    def loaded(source: str) -> Any:
+        made = load(source)
+        by_one_program(made)
+        return made
+
+    module.load = loaded
 
 
 def _loopback(module: Any) -> None:
