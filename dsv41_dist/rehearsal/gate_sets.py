@@ -35,6 +35,10 @@ ADAPTERS: Mapping[str, Rehearsed] = {
     "draft_main_proj": Rehearsed({"DSV41_DRAFT_MAIN_PROJ_SPLIT": "1"}),
     # Over the loopback stand-in. Shards of the logits of a small batch fit, those of a large one do not.
     "roce_gather": Rehearsed({"DSV41_ROCE_GATHER": "4096"}),
+    "indexer_chunked": Rehearsed({"DSV41_INDEXER_CHUNKED": "1", "DSV41_INDEXER_BUDGET_MB": "16"}),
+    "spark_prefill_dense": Rehearsed({"SPARK_PREFILL_TP_SPLIT": "1"}),
+    # Two of the three chunks of the long prompt are 256 rows.
+    "prefill_sp": Rehearsed({"DSV41_PREFILL_SP": "1", "DSV41_PREFILL_SP_MIN_ROWS": "128"}),
     "sm12x_dense_candidates": Rehearsed(
         {"DSV41_SM12X_DENSE": "1"}, "it acts where torch reports an SM12x GPU: any other boots without it"
     ),

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from dsv41_dist.rehearsal.settings import PACKAGE_ROOT, Boot, default_stages
 from dsv41_dist.rehearsal.tiny_model import checkpoint_folder
 from dsv41_dist.rehearsal.verdict import Outcome
 
-__all__ = ["Rehearsals", "rehearsal_python", "rehearsals"]
+__all__ = ["Rehearsals", "marked", "rehearsal_python", "rehearsals"]
 
 
 class Rehearsals:
@@ -46,10 +47,29 @@ class Rehearsals:
     def checkpoint(self, seed: int = 1) -> str:
         return str(make_checkpoint(self.python, checkpoint_folder(cache_folder() / "rehearsal", seed), seed))
 
+    def with_flipped(self, folder: Path, tensor: str, rows: range, seed: int = 1) -> str:
+        """The default checkpoint with the sign of some rows of one tensor flipped, written to `folder`."""
+        code = (
+            "import sys, torch; torch.set_num_threads(1); from dsv41_dist.rehearsal import tiny_model as m; "
+            "folder, name, first, last, seed = sys.argv[1:]; seed = int(seed); "
+            "found = next(t for n, t in m.tensors(m.TinyConfig(), seed) if n == name).clone(); "
+            "found.view(torch.uint8)[int(first):int(last)] ^= 0x80; "
+            "m.write_checkpoint(folder, seed=seed, replaced={name: found})"
+        )
+        subprocess.run(
+            [self.python, "-c", code, str(folder), tensor, str(rows.start), str(rows.stop), str(seed)],
+            env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1"},
+            timeout=300,
+            check=True,
+        )
+        return str(folder)
+
     def boot(self, **what) -> Boot:
         """A Boot with the default checkpoint and the ten short prompts unless told otherwise."""
         seed = what.pop("seed", 1)
-        return Boot(**{"checkpoint": self.checkpoint(seed), "stages": default_stages(long=False), **what})
+        if "checkpoint" not in what:
+            what["checkpoint"] = self.checkpoint(seed)
+        return Boot(**{"stages": default_stages(long=False), **what})
 
     def stock(self, **what) -> Outcome:
         return self.run(self.boot(**what))
@@ -65,7 +85,7 @@ class Rehearsals:
         return self._seen[key]
 
     def _boot(self, boot: Boot, key: str) -> Outcome:
-        outcome = boot_engine(self.python, boot, "adapted" if boot.gates else "stock", timeout_s=600)
+        outcome = boot_engine(self.python, boot, "adapted" if boot.gates else "stock", timeout_s=900)
         if not outcome.problem:
             file = self._file(key)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +101,8 @@ class Rehearsals:
 
     def _key(self, boot: Boot) -> str:
         stamp = Path(boot.checkpoint) / "rehearsal.digest"
-        digest = hashlib.sha256(f"{self._release} {boot.digest()} {stamp.read_text()}".encode())
+        elsewhere = replace(boot, checkpoint="")  # what is in it counts, not where it is
+        digest = hashlib.sha256(f"{self._release} {elsewhere.digest()} {stamp.read_text()}".encode())
         for folder in (PACKAGE_ROOT / "dsv41_dist", *map(Path, boot.extra_path)):
             for file in sorted(folder.rglob("*.py")):
                 digest.update(file.read_bytes())
@@ -90,6 +111,19 @@ class Rehearsals:
     @staticmethod
     def _file(key: str) -> Path:
         return cache_folder() / "rehearsal" / "results" / f"{key}.json"
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that inherited a test's mark (REHEARSED_BY); other rehearsals may be running here."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if f"REHEARSED_BY={mark}".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
 
 
 @pytest.fixture(scope="session")

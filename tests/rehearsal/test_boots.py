@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
+import uuid
 from pathlib import Path
 
+import pytest
+
+from dsv41_dist.adapters import REGISTRY, Guarantee
+from dsv41_dist.cli.rehearse import engine_tree
+from dsv41_dist.rehearsal.gate_sets import cannot_fire, every_gate
+from dsv41_dist.rehearsal.report import judge, text
 from dsv41_dist.rehearsal.run import boot_engine
 from dsv41_dist.rehearsal.settings import Stage, default_stages
 from dsv41_dist.rehearsal.verdict import compare
+from tests.unit.roce import fake_host
 
-FLIP = str(Path(__file__).with_name("flip"))
+from .fixture import marked
+
+PLUGINS = Path(__file__).with_name("plugins")
 FENCE = {"DSV41_FOLDED_FENCE": "1"}
 
 
@@ -72,26 +84,109 @@ def test_any_changed_token_of_the_prompt_changes_the_text(rehearsals):
     assert all(other != first for other in others), (first, others)
 
 
-def test_one_flipped_bit_is_found(rehearsals):
-    stock, wrong = rehearsals.stock(tp=2), rehearsals.stock(tp=2, extra_path=(FLIP,))
+@pytest.mark.parametrize("layer", range(6))
+def test_every_layer_and_every_ranks_shard_count(rehearsals, tmp_path, layer):
+    """The head of rank (layer mod 4) in one layer asks the opposite question; its rows are no other rank's."""
+    rank = layer % 4
+    stages = (Stage("three", default_stages(long=False)[0].prompts[4:7], 8),)
+    head = range(512 * rank, 512 * (rank + 1))
+    other = rehearsals.with_flipped(tmp_path / "flipped", f"layers.{layer}.attn.wq_b.weight", head)
+    before, after = tokens(rehearsals.stock(stages=stages)), tokens(rehearsals.stock(stages=stages, checkpoint=other))
+    assert all(a != b for a, b in zip(before, after, strict=True)), (before, after)
+
+
+def test_one_flipped_bit_is_not_ready(rehearsals):
+    stock, wrong = rehearsals.stock(tp=2), rehearsals.stock(tp=2, extra_path=(str(PLUGINS / "flip"),))
     found = compare(stock, wrong)
     assert not found.logits_equal
     assert any("logits bytes differ first at forward 11" in problem for problem in found.problems)
+    problems, _ = judge([stock, wrong], found, [], False)
+    assert text([stock, wrong], found, problems, [], "", 0.0).splitlines()[-1].startswith("NOT READY")
 
 
-def test_an_engine_file_that_was_changed_is_refused_and_nothing_is_left_running(rehearsals, tmp_path):
+def test_bit_identical_adapters_leave_every_byte_and_fire_on_every_rank(rehearsals):
+    names = [a.name for a in REGISTRY if a.guarantee == Guarantee.BIT_IDENTICAL and a.name != "router_live"]
+    gates = every_gate(names)
+    stages = default_stages()
+    stock, adapted = rehearsals.stock(stages=stages), rehearsals.adapted(gates, stages=stages)
+    assert adapted.problem == "", adapted.log
+    assert compare(stock, adapted).problems == []
+    fires = [name for name in names if name in adapted.fired and not cannot_fire(name)]
+    assert {"replicated_split", "roce_gather"} <= set(fires)
+    never = [name for name in fires if not all(adapted.fired[name])]
+    natives = [entry["adapter"] for entry in adapted.boot_report["adapters"] if entry["state"] == "native"]
+    assert set(never) <= set(natives), adapted.fired
+
+
+def test_gathers_over_the_contract_double_of_roce_leave_every_byte(rehearsals, tmp_path):
+    for rank in range(4):
+        fake_host.host(tmp_path / f"host{rank}", rank)
+    gates = {"DSV41_ROCE_GATHER": "4096", "DSV41_ONESHOT": "roce", "DSV41_ROCE_ROOT": str(tmp_path / "host{rank}")}
+    stock, adapted = rehearsals.stock(), rehearsals.adapted(gates, extra_path=(str(PLUGINS / "double"),))
+    assert adapted.problem == "", adapted.log
+    assert compare(stock, adapted).problems == []
+    assert len(adapted.fired["roce_gather"]) == 4
+    assert all(adapted.fired["roce_gather"])
+    (note,) = adapted.boot_report["adapters"][0]["notes"]
+    assert re.search(r"over roce: all_gather to 4096 bytes; all_gather over roce >= \d+ calls", note), note
+
+
+SPECULATIVE = (
+    {"DSV41_DRAFT_TAU": "0.8"},
+    {"DSV41_BLOCK_VERIFY": "1"},
+    {"DSV41_BLOCK_VERIFY": "native"},
+    {"DSV41_VERIFY_CAP": "2"},
+    {"DSV41_VERIFY_CAP": "conf:0.5"},
+    {"DSV41_VERIFY_CAP": "conf:0.5", "DSV41_ROUTER_LIVE": "1"},
+    {"DSV41_DRAFT_MAIN_PROJ_SPLIT": "1"},
+    {"DSV41_DRAFT_TAU": "0.8", "DSV41_BLOCK_VERIFY": "1", "DSV41_VERIFY_CAP": "conf:0.5", "DSV41_ROUTER_LIVE": "1"},
+)
+
+
+@pytest.mark.parametrize("gates", SPECULATIVE, ids=" ".join)
+def test_greedy_text_is_the_same_with_every_speculative_gate(rehearsals, gates):
+    what = {"tp": 2, "speculative": True, "order_free": True, "stages": default_stages(long=False, sampled=True)}
+    stock, adapted = rehearsals.stock(**what), rehearsals.adapted(gates, **what)
+    assert adapted.problem == "", adapted.log
+    assert compare(stock, adapted, exact=False).problems == []
+    assert all(all(counts) for counts in adapted.fired.values()), adapted.fired
+
+
+def test_over_http_the_answers_are_those_of_the_offline_engine(rehearsals):
+    offline, served = rehearsals.stock(tp=2), rehearsals.stock(tp=2, http=True)
+    assert served.problem == "", served.log
+    assert compare(offline, served).problems == []
+
+
+@pytest.mark.parametrize("release", ["0.5.21", "0.5.22"])
+def test_other_releases_serve_and_take_the_adapters(rehearsals, release):
+    what = {"tp": 2, "speculative": True, "order_free": True, "tree": engine_tree(release)}
+    what["stages"] = default_stages(long=False, sampled=True)
+    stock, adapted = rehearsals.stock(**what), rehearsals.adapted(every_gate(a.name for a in REGISTRY), **what)
+    assert adapted.problem == "", adapted.log
+    assert stock.version == adapted.version == release
+    assert compare(stock, adapted, exact=False).problems == []
+
+
+def test_one_rank_with_a_changed_engine_file_is_refused_by_all_four_and_nothing_is_left(rehearsals, tmp_path):
+    mark = uuid.uuid4().hex
     where = "import sglang, pathlib; print(pathlib.Path(sglang.__file__).parent)"
     done = subprocess.run([rehearsals.python, "-c", where], capture_output=True, text=True, timeout=120, check=True)
     tree = tmp_path / "tree"
-    shutil.copytree(done.stdout.strip(), tree / "sglang", symlinks=True)
+    shutil.copytree(done.stdout.strip(), tree / "sglang", symlinks=True, copy_function=os.link)
     file = tree / "sglang/srt/speculative/dspark_components/dspark_verify.py"
-    text = file.read_text()
+    changed = file.read_text()
     old = "            return self.verify_epilogue.read_accept(bs)\n"
-    assert text.count(old) == 1
-    file.write_text(text.replace(old, old.replace("(bs)", "(bs + 0)")))
-    outcome = boot_engine(
-        rehearsals.python, rehearsals.boot(tp=2, gates=FENCE, tree=str(tree), speculative=True), "adapted"
-    )
+    assert changed.count(old) == 1
+    file.unlink()  # a link
+    file.write_text(changed.replace(old, old.replace("(bs)", "(bs + 0)")))
+    env = {"REHEARSED_BY": mark, "REHEARSAL_OTHER_RANK": "2", "REHEARSAL_OTHER_TREE": str(tree)}
+    boot = rehearsals.boot(gates=FENCE, speculative=True, extra_path=(str(PLUGINS / "one_rank"),), extra_env=env)
+    outcome = boot_engine(rehearsals.python, boot, "adapted", timeout_s=600, folder=tmp_path / "boot")
     assert "dsv41_dist refuses to go on" in outcome.problem, outcome.log
     assert "TargetVerifyExecutor.accept_and_finalize" in outcome.problem
+    assert "rank 2: drift: folded_result_fence: drifted" in outcome.problem, outcome.problem
+    refusals = (tmp_path / "boot" / "log").read_text().count("dsv41_dist refuses to go on")
+    assert refusals == 4  # every rank says the same paragraph
     assert outcome.stages == []
+    assert marked(mark) == []

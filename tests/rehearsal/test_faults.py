@@ -15,39 +15,30 @@ from pathlib import Path
 from dsv41_dist.rehearsal.run import boot_engine
 from dsv41_dist.rehearsal.settings import PACKAGE_ROOT, Stage, default_stages
 
-
-def marked(mark: str) -> list[int]:
-    """Processes that inherited this test's mark; other rehearsals may be running here."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if f"REHEARSED_BY={mark}".encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
+from .fixture import marked
 
 
-def test_a_killed_scheduler_ends_the_boot_in_time_and_is_named(rehearsals):
+def test_a_killed_scheduler_ends_the_boot_in_time_and_is_named(rehearsals, tmp_path):
     mark = uuid.uuid4().hex
     endless = (Stage("long", default_stages(long=False)[0].prompts, 60),)
     killed: dict[str, float] = {}
+    record = tmp_path / "rank2.jsonl"
+
+    def kill(pid: int) -> None:
+        while not record.is_file() or '"DECODE"' not in record.read_text():
+            time.sleep(0.1)
+            if not Path(f"/proc/{pid}").exists():
+                return
+        killed["at"] = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
 
     def on_ready(line: str) -> None:
         found = re.search(r"rank 2: (\d+)", line)
         if found:
+            threading.Thread(target=kill, args=(int(found[1]),)).start()
 
-            def kill() -> None:
-                time.sleep(6)  # into the prompts
-                killed["at"] = time.monotonic()
-                os.kill(int(found[1]), signal.SIGKILL)
-
-            threading.Thread(target=kill).start()
-
-    outcome = boot_engine(
-        rehearsals.python, rehearsals.boot(stages=endless, extra_env={"REHEARSED_BY": mark}), "stock", say=on_ready
-    )
+    boot = rehearsals.boot(stages=endless, extra_env={"REHEARSED_BY": mark})
+    outcome = boot_engine(rehearsals.python, boot, "stock", say=on_ready, folder=tmp_path)
     assert "at" in killed, outcome.problem
     took = time.monotonic() - killed["at"]
     print(f"ended {took:.1f} s after the kill")
