@@ -1,4 +1,6 @@
-"""Draw a results file of a layer benchmark: python benchmarks/draw_layers.py split|prefill|verify RESULTS.json PLOT.png
+"""Draw a results file of `bench split`, `prefill` or `verify`:
+
+    python benchmarks/draw_layers.py split|prefill|verify RESULTS.json PLOT.png
 
 For machines without matplotlib: measure there with --json, draw here.
 """

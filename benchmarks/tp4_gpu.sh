@@ -19,5 +19,6 @@ for script in benchmarks/layer_*.py; do
   run "$script" "$out/$(basename "$script" .py)_$world.json" || failed="$failed $script"
 done
 echo "layer benchmarks run: $layers"
+timeout 120 python3 -m dsv41_dist bench verify --json "$out/verify.json" || failed="$failed verify"
 [ -z "$failed" ] || { echo "FAILED at world $world:$failed"; exit 1; }
 echo "tp4_gpu: everything passed at world $world"

@@ -228,3 +228,48 @@ def verify(
             )
         )
     )
+
+
+@bench_app.command()
+def prefill(
+    tokens: Annotated[
+        str | None, typer.Option(help="rows of the chunk [2048,4096,8192,16384; on a CPU 256,512]")
+    ] = None,
+    hidden: Annotated[str | None, typer.Option(help="columns of a row [5120; on a CPU 256]")] = None,
+    layers: Annotated[str | None, typer.Option(help="decoder layers [2]")] = None,
+    modes: Annotated[str, typer.Option(help="comm, fast, exact, or a list; stock is always run")] = "comm,fast,exact",
+    iterations: Annotated[str | None, typer.Option("-n", "--iters", help="timed passes [10; on a CPU 3]")] = None,
+    warmup: Warmup = "1",
+    check: Check = "1",
+    graphs: Graphs = "0",
+    transport: Transport = "auto",
+    device: Device = "auto",
+    ranks: RankCount = None,
+    json_file: JsonFile = None,
+    plot: Plot = None,
+    flip_byte: FlipByte = None,
+) -> None:
+    """Time V4.1-shaped decoder layers with rows whole and in shards: the whole stack, its row part, bytes and memory.
+
+    Exit 1 when `exact` has not the bytes of stock, or another mode is further from it than an order of sums can be.
+    """
+    from .bench_prefill import plan_prefill, run_prefill
+    from .session import run
+
+    plan, place = plan_prefill(
+        tokens=tokens,
+        hidden=hidden,
+        depth=layers,
+        modes=modes,
+        ranks=rank_count(ranks),
+        transport=transport,
+        device=device,
+        iterations=iterations,
+        warmup=warmup,
+        check=check,
+        graphs=graphs,
+        json_file=json_file,
+        plot_file=plot,
+        flip=flip_byte,
+    )
+    raise typer.Exit(run(place, run_prefill, plan))

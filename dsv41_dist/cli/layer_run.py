@@ -116,7 +116,7 @@ class LayerRun:
         self.plan, self.rank, self.world = plan, rank, size
         self.settings = CommSettings.from_env()
         base = "mpi" if plan.launcher == "mpirun" and plan.device == "cpu" else "process_group"
-        ranks = join(plan.launcher, plan.device, base, self.settings)
+        self.ranks = ranks = join(plan.launcher, plan.device, base, self.settings)
         self.comm = Communicator.create(ranks, [plan.transport], settings=self.settings)
         if plan.required and plan.transport not in self.comm.transports:
             raise TransportUnavailable(plan.transport, "it did not connect on every rank (the warning above says why)")
@@ -131,6 +131,17 @@ class LayerRun:
     def carrier(self) -> str:
         """The transport beyond the base one where it connected, else the base one."""
         return self.plan.transport if self.plan.transport in self.comm.transports else self.comm.table.fallback
+
+    def carriers(self) -> dict[str, Any]:
+        """Communicators to measure, by what carries their calls: where nobody named a transport and a faster one than
+        the base connected, both."""
+        from ..comm import Communicator
+
+        found = {self.carrier: self.comm}
+        if not self.plan.required and self.carrier != self.comm.table.fallback:
+            base = Communicator.create(self.ranks, settings=self.settings)
+            found = {self.comm.table.fallback: base, **found}
+        return found
 
     @property
     def quiet(self) -> bool:
