@@ -27,10 +27,12 @@ HIDDEN, STREAMS, VOCAB, LAYERS, ENGRAM_LAYER = 64, 4, 97, 4, 1
 
 
 def stand_ins() -> None:
-    """What a CPU cannot run: two kernels of the hyper-connections, in the rehearsal's own formulas."""
+    """What a CPU cannot run: two kernels of the hyper-connections, in the rehearsal's own formulas. In float64, rounded:
+    the kernels work row by row, but torch's exp on a CPU has a last bit that depends on where in a vector it falls."""
 
     def sinkhorn(mixes, scale, base, mult=4, iters=20, eps=1e-6):
-        return split_sinkhorn(mixes, scale, base, mult, iters, eps)
+        parts = split_sinkhorn(mixes.double(), scale.double(), base.double(), mult, iters, eps)
+        return tuple(part.float() for part in parts)
 
     def combine(x_flat, pre, mult, dtype):
         streams = x_flat.view(x_flat.shape[0], mult, -1).float()

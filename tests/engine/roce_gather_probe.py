@@ -10,6 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import torch
+from prometheus_client import REGISTRY
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -115,6 +116,17 @@ def sums(group, coordinator) -> dict:
     return {"wrong": wrong, "methods": methods}
 
 
+def exported(adapter) -> list[str]:
+    """Counters of the default Prometheus registry that are not the adapter's own counts."""
+    wrong = []
+    for (op, way), values in adapter.counts.items():
+        for what, value in zip(("calls", "bytes"), values, strict=True):
+            found = REGISTRY.get_sample_value(f"dsv41_collective_{what}_total", {"op": op, "way": way})
+            if found != value:
+                wrong.append(f"{what} {op} {way}: {found}, counted {value}")
+    return wrong if adapter.counts else ["nothing was counted"]
+
+
 def health(adapter) -> dict:
     """A result is looked at only after the runtime was: the event first, then the check, then the engine."""
     order = []
@@ -156,11 +168,13 @@ def main() -> None:
     adapter = closure["self"].cell_contents
     out = {"formed": adapter.comm is not None}
     if out["formed"]:
+        out["checked"] = getattr(adapter.comm, "checked", False)
         out["wrong"], out["gathers"] = gathers(group, coordinator)
         out["wrong"] += left_to_the_engine(group, coordinator)
         out["sums"] = sums(group, coordinator)
         out["counts"] = {f"{op}: {way}": calls for (op, way), (calls, _) in adapter.counts.items()}
         out["runtime_calls"] = len(adapter.comm.transports["roce"]._runtime.calls)
+        out["exported"] = exported(adapter)
         out["health"] = health(adapter)
     else:
         x = torch.full((2, 4), float(rank))

@@ -75,6 +75,18 @@ def test_calls_are_routed_or_counted_with_the_reason(ranks):
         assert result["runtime_calls"] >= result["gathers"]
 
 
+def test_the_counts_are_exported_for_prometheus(ranks):
+    for result in ranks[1]:
+        assert result["exported"] == []
+
+
+def test_checked_mode_compares_every_call_and_changes_none(engine_python, published, tmp_path):
+    ended = run(engine_python, published(RELEASES[-1]), tmp_path, 2, DSV41_COMM_CHECK="1")
+    for result in results(ended):
+        assert (result["formed"], result["checked"], result["wrong"]) == (True, True, [])
+        assert result["counts"]["all_gather: roce"] == result["gathers"] > 150
+
+
 def test_sums_are_in_rank_order_with_one_rounding_or_left_alone(ranks):
     routed, said = ranks
     for result in said:

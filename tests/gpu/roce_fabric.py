@@ -66,6 +66,8 @@ def rank_env(folder: Path, library: Path, headers: str | None, rank: int, world:
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "LIBRARY_PATH": add("LIBRARY_PATH", str(library)),
         "LD_LIBRARY_PATH": add("LD_LIBRARY_PATH", str(library)),
+        # A libibverbs that torch's own libraries have loaded would be found first.
+        "LD_PRELOAD": add("LD_PRELOAD", str(library / "libibverbs.so")),
         **({"CPATH": add("CPATH", headers)} if headers else {}),
         "B12X_ROCE_CACHE_DIR": str(folder / "proxy"),
         "SIM_FOLDER": str(folder),

@@ -1,8 +1,7 @@
-"""Run by the engine's interpreter: the real candidate factory under faked compute capabilities. Prints JSON."""
+"""A scene of prefill_kernels_probe.py: the real candidate factory under faked compute capabilities."""
 
 from __future__ import annotations
 
-import json
 import sys
 import types
 
@@ -10,7 +9,7 @@ import torch
 from sglang.srt.layers.attention import deepseek_v4_backend
 from sglang.srt.layers.attention.dsv4 import v41_indexer
 
-from dsv41_dist.engine import boot
+from tests.engine.split_ranks import state_of
 
 CACHED = ("is_sm100_or_newer", "has_dense_fp4_indexer", "_use_deep_gemm_prefill")
 
@@ -41,24 +40,14 @@ def on(capability: tuple[int, int], deep_gemm: bool, topk_blocks: int, factory) 
     return f"{kind} {held} {prefill.use_deep_gemm_prefill}"
 
 
-def main() -> None:
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
-
-    args = ServerArgs(model_path="dummy", tp_size=1, device="cpu")
-    publish(args, role="test", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+def sm12x(rank, args):
+    """Each machine: what the stock factory gives, and what the one that the attention backend holds gives."""
     # The copy that the attention backend imported by name is the one that serves.
     ours = deepseek_v4_backend.make_candidate_indexer
-    stock = getattr(ours, "__wrapped__", ours)
     out = {}
     for capability in ((9, 0), (10, 0), (11, 0), (12, 0), (12, 1)):
         for deep_gemm in (False, True):
             for topk_blocks in (0, 2048):
                 key = f"{capability[0]}.{capability[1]} {'deep_gemm' if deep_gemm else 'torch'} {topk_blocks}"
-                out[key] = [on(capability, deep_gemm, topk_blocks, factory) for factory in (stock, ours)]
-    armed = boot.armed()
-    state = armed.states.get("sm12x_dense_candidates") if armed else None
-    print(json.dumps({"seen": out, "wrapped": ours is not stock, "state": state.as_json() if state else None}))
-
-
-main()
+                out[key] = [on(capability, deep_gemm, topk_blocks, factory) for factory in (ours.__wrapped__, ours)]
+    return {"seen": out, "state": state_of("sm12x_dense_candidates").as_json()}
