@@ -2,7 +2,7 @@
 # Every test that needs no GPU:
 #   launch/test.sh [--full] [lint|unit|torchrun|mpirun|faults|rehearsal|engine ...]   (default: all parts)
 # --full adds to `engine` the tests of every adapter on the real classes of three releases, and to `rehearsal` the boots of
-# the real engine: an hour on two cores.
+# the real engine: two hours on two cores.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
 cd "$ROOT"
@@ -21,7 +21,7 @@ rehearsal() {
     DSV41_ENGINE_PYTHON=$(timeout --kill-after=10 900 launch/engine_env.sh) || return
     export DSV41_ENGINE_PYTHON DSV41_REQUIRE_ENGINE=1
   fi
-  timeout --kill-after=10 3000 "$PY" -m pytest tests/rehearsal -q "${skip[@]}"
+  timeout --kill-after=10 7200 "$PY" -m pytest tests/rehearsal -q "${skip[@]}"
 }
 engine() {
   local python tests=(tests/engine/test_{doctor,fence,plugin_door,four_ranks,speculative_facts}.py)
