@@ -97,7 +97,8 @@ class PrefillSp(Adapter):
         Target(_AUX, "AuxHiddenStatePacker.slot", _23),
         Target(f"{_KERNELS}.mhc", "mhc_stream_mean", _23),
         # What these mean to their callers, and what else the layers do with rows.
-        Target(_MODEL, "DeepseekV4Model._forward_impl", patched=False),
+        Target(_MODEL, "DeepseekV4Model.forward", patched=False),
+        Target(_MODEL, "DeepseekV4Model._forward_impl", _23, patched=False),
         Target(_MODEL, f"{_LAYER}.forward_hc_pre_from_prev", (*_21, *_22), patched=False),
         Target(_MODEL, "DeepseekV4CudaDecoderLayer.forward", _23, patched=False),
         Target(_STAGE, "NonCudaDecoderMixin.forward_hc_pre_from_prev", _23, patched=False),

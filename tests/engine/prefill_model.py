@@ -21,18 +21,28 @@ from sglang.srt.models import deepseek_v4 as v4
 from sglang.srt.runtime_context import get_parallel
 
 from dsv41_dist.adapters import prefill_sp
-from dsv41_dist.rehearsal.stand_ins.formulas import split_sinkhorn
 
 HIDDEN, STREAMS, VOCAB, LAYERS, ENGRAM_LAYER = 64, 4, 97, 4, 1
 
 
 def stand_ins() -> None:
-    """What a CPU cannot run: two kernels of the hyper-connections, in the rehearsal's own formulas. In float64, rounded:
-    the kernels work row by row, but torch's exp on a CPU has a last bit that depends on where in a vector it falls."""
+    """What a CPU cannot run: two kernels of the hyper-connections.
+
+    Sinkhorn in float64, rounded: the kernel works row by row, but the last bit of a CPU's exp depends on where in a
+    vector a row falls.
+    """
 
     def sinkhorn(mixes, scale, base, mult=4, iters=20, eps=1e-6):
-        parts = split_sinkhorn(mixes.double(), scale.double(), base.double(), mult, iters, eps)
-        return tuple(part.float() for part in parts)
+        scale, parts = scale.double(), [mult, mult, mult * mult]
+        pre, post, comb = (
+            m * s + b for m, s, b in zip(mixes.double().split(parts, -1), scale, base.split(parts), strict=True)
+        )
+        comb = comb.unflatten(-1, (mult, mult)).softmax(-1) + eps
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        for _ in range(iters - 1):
+            comb = comb / (comb.sum(-1, keepdim=True) + eps)
+            comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        return (pre.sigmoid() + eps).float(), (2 * post.sigmoid()).float(), comb.float()
 
     def combine(x_flat, pre, mult, dtype):
         streams = x_flat.view(x_flat.shape[0], mult, -1).float()
@@ -64,7 +74,9 @@ class Attention(v4.MQALayer):
         torch.nn.Module.__init__(self)
         parallel = get_parallel()
         self.layer_id, self.attn_tp_size, self.heights = layer_id, parallel.tp_size, []
-        self.query = draw(parallel.tp_size, HIDDEN, HIDDEN // parallel.tp_size, seed=layer_id, scale=0.1)[parallel.tp_rank]
+        self.query = draw(parallel.tp_size, HIDDEN, HIDDEN // parallel.tp_size, seed=layer_id, scale=0.1)[
+            parallel.tp_rank
+        ]
         self.wo_b = RowParallelLinear(HIDDEN, HIDDEN, bias=False, params_dtype=torch.bfloat16)
         whole = draw(HIDDEN, HIDDEN, seed=10 + layer_id, scale=0.1).bfloat16()
         self.wo_b.weight.data.copy_(whole.chunk(parallel.tp_size, 1)[parallel.tp_rank])
@@ -155,7 +167,9 @@ def config(image: bool = True) -> SimpleNamespace:
     )
 
 
-def build(layer_class: type, *, replicated: bool = False, late: int | None = None, capture: tuple[int, ...] = ()) -> Any:
+def build(
+    layer_class: type, *, replicated: bool = False, late: int | None = None, capture: tuple[int, ...] = ()
+) -> Any:
     """A model of LAYERS layers with the same weights however often it is built; Engram in layer 1, image rows."""
     Experts.replicated = replicated
     hold, deepseek_v2.DeepseekV2MoE = deepseek_v2.DeepseekV2MoE, lambda **options: Experts(options["layer_id"])

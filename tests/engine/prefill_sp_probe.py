@@ -26,7 +26,9 @@ def layer_classes() -> dict[str, type]:
     return {"platform": v4.DeepseekV4DecoderLayer}
 
 
-def forward(model: Any, rows: int, tail: Any = None, requests: int = 1, prefix: int = 0, mode=ForwardMode.EXTEND) -> dict:
+def forward(
+    model: Any, rows: int, tail: Any = None, requests: int = 1, prefix: int = 0, mode=ForwardMode.EXTEND
+) -> dict:
     """One pass through the loop: the bytes of everything it gives, on this rank."""
     ids = (torch.arange(rows) * 5 + 3) % small.VOCAB
     x = small.draw(rows, small.STREAMS, small.HIDDEN, seed=rows).bfloat16()
@@ -83,6 +85,7 @@ def compare(which: str, options: dict, rows: int, **case: Any) -> dict:
         "fired": state.fired - fired,
         "verdicts": {str(key): value for key, value in runtime._wkv._verdicts.items()},
         "note": state.notes[runtime._note],
+        "more": state.notes[runtime._note + 1 :],
     }
 
 
@@ -106,7 +109,12 @@ def exact(rank, args):
     return [compare(which, {}, **dict(case)) for which in layer_classes() for case in CASES]
 
 
-SCENES = {f.__name__: f for f in (exact,)}
+def one(rank, args):
+    small.stand_ins()
+    return [compare(which, {"compare": True}, rows=2052) for which in layer_classes()]
+
+
+SCENES = {f.__name__: f for f in (exact, one)}
 
 
 def main() -> None:
