@@ -5,6 +5,7 @@ from .block_verify import BlockVerify
 from .draft_main_proj import DraftMainProj
 from .draft_tau import DraftTau
 from .folded_result_fence import FoldedResultFence
+from .prefill_sp import PrefillSp
 from .replicated_split import ReplicatedSplit
 from .roce_gather import RoceGather
 from .router_live import RouterLive
@@ -22,5 +23,6 @@ REGISTRY: tuple[Adapter, ...] = (
     ReplicatedSplit(),
     DraftMainProj(),
     RoceGather(),
+    PrefillSp(),
     SM12xDenseCandidates(),
 )
