@@ -55,13 +55,19 @@ def text(
     parts = [header, "", _table(_boots(outcomes))]
     if comparison is not None:
         same = {True: "equal", False: "DIFFERENT"}
+        ours = f"equal in {comparison.forwards} forwards"
+        if not comparison.logits_equal:
+            ours = (
+                f"DIFFERENT; the two largest logits by up to {comparison.largest_difference:g}"
+                if comparison.exact
+                else "not compared: drafts may differ, and with them the batches"
+            )
         parts += [
             "",
             "Stock against adapted:",
-            f"  tokens          {same[comparison.tokens_equal]}",
-            f"  logits, bytes   {same[comparison.logits_equal]} ({comparison.forwards} forwards; "
-            f"largest difference of the two largest logits {comparison.largest_difference:g})",
-            f"  in prefill      {same[comparison.prefill_equal]}",
+            f"  tokens                  {same[comparison.tokens_equal]}",
+            f"  logits bytes, prefill   {same[comparison.prefill_equal]}",
+            f"  logits bytes, all       {ours}",
         ]
     for outcome in outcomes:
         if outcome.boot_report:
@@ -69,7 +75,7 @@ def text(
             parts += _notes(outcome)
         if outcome.collectives:
             calls = ", ".join(f"{count:.1f} {call}" for call, count in sorted(outcome.collectives.items()))
-            parts += ["", f"Collectives per forward, {outcome.name}, over gloo: {calls}"]
+            parts += ["", f"Collectives per forward, {outcome.name}, as the engine calls them: {calls}"]
     rows = [("stand-in", "instead of"), *((item.name, item.real) for item in STAND_INS)]
     parts += ["", "Not the real kernels here (docs/rehearsal.md says what each was checked against):", _table(rows)]
     parts += ["", *(f"note: {note}" for note in notes), *(f"- {problem}" for problem in problems)]

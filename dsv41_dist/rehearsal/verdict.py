@@ -38,6 +38,7 @@ class Comparison:
     prefill_equal: bool
     forwards: int
     largest_difference: float
+    exact: bool
     problems: list[str]
 
 
@@ -54,7 +55,7 @@ def compare(stock: Outcome, other: Outcome, exact: bool = True) -> Comparison:
     _, _, prefill = _logits(_prefill(ours), _prefill(theirs))
     if different if exact else prefill:
         problems.append(different if exact else f"in prefill: {prefill}")
-    return Comparison(tokens_equal, not different, not prefill, forwards, largest, problems)
+    return Comparison(tokens_equal, not different, not prefill, forwards, largest, exact, problems)
 
 
 def _prefill(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

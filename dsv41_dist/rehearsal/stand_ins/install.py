@@ -24,6 +24,7 @@ class AfterImport:
 
     def __init__(self) -> None:
         self.changes: dict[str, Callable[[Any], None]] = {}
+        self._replaced: list[tuple[Any, Any]] = []
 
     def add(self, name: str, change: Callable[[Any], None]) -> None:
         """Change module `name` now if it is imported, else when it will be."""
@@ -31,8 +32,9 @@ class AfterImport:
             module = sys.modules[name]
             before = dict(vars(module))
             change(module)
-            # Modules that were imported before have copies of what was replaced.
-            rebind([(before[key], new) for key, new in vars(module).items() if before.get(key, new) is not new])
+            self._replaced += [
+                (before[key], new) for key, new in vars(module).items() if before.get(key, new) is not new
+            ]
         else:
             self.changes[name] = change
 
@@ -41,6 +43,8 @@ class AfterImport:
 
         behind = [index + 1 for index, finder in enumerate(sys.meta_path) if isinstance(finder, Hook)]
         sys.meta_path.insert(max(behind, default=0), self)  # type: ignore[arg-type]
+        # Modules that were imported before have copies of what was replaced: one look at all of them, which is slow.
+        rebind(self._replaced)
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         change = self.changes.get(fullname)
