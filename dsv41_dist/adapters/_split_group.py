@@ -1,38 +1,96 @@
-"""The communicator that the split layers share, and what an engine must be like for one of its layers to be split."""
+"""The communicator that the adapters of one TP group share, and what an engine must be like for a layer to be split."""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..comm import Communicator
     from ..engine.state import AdapterState
 
-__all__ = ["communicator", "declined", "exchanged"]
+__all__ = ["Shared", "communicator", "declined", "exchanged", "forget", "shared"]
 
-_made: list[tuple[Any, Communicator]] = []
+_TODO = "Set DSV41_ONESHOT=auto to serve without it, or put right what `python -m dsv41_dist preflight` shows."
 
 
-def communicator(tp_group: Any, state: AdapterState) -> Communicator:
-    """One per TP group and process. Collective over the group the first time it is asked for.
+@dataclass(frozen=True)
+class Shared:
+    """One communicator per TP group: a transport's buffers are paid for once.
 
-    On GPUs the gathers go over the one-shot transport that DSV41_ONESHOT allows, where it connects on all ranks.
+    transport: the one-shot transport that connected on all ranks, or "". reason: why there is none.
+    """
+
+    comm: Communicator
+    transport: str
+    reason: str
+
+
+_made: list[tuple[Any, Shared]] = []
+
+
+def shared(tp_group: Any, state: AdapterState) -> Shared:
+    """Collective over the group the first time it is asked for, by whichever adapter comes first.
+
+    DSV41_ONESHOT chooses the one-shot transport: auto takes peer for a group on one host and roce for any other, and
+    goes without when it cannot be had; peer and roce refuse to serve without it; off has none.
     """
     for group, made in _made:
         if group is tp_group:
             return made
-    from ..comm import TRANSPORTS, Communicator, Ranks
+    from ..comm import Communicator, Ranks
     from ..engine.gates import Gates
+    from ..engine.refusal import refuse
 
-    ranks = Ranks.from_object(tp_group)
     wanted = Gates.from_env()["DSV41_ONESHOT"]
-    names = [name for name in ("roce", "peer") if name in TRANSPORTS and wanted in ("auto", name)]
-    made = Communicator.create(ranks, names if ranks.device.type == "cuda" else ())
+    ranks = Ranks.from_object(tp_group)
+    name = _by_hosts(ranks) if wanted == "auto" else wanted
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        comm = Communicator.create(ranks, [name] if name != "off" else [])
+    reason = ""
+    if name not in comm.transports:
+        reason = "DSV41_ONESHOT=off"
+        if name != "off":
+            reason = next((str(one.message) for one in said if repr(name) in str(one.message)), "see rank 0")
+        if wanted not in ("auto", "off"):
+            comm.close()
+            refuse(f"{state.name}: DSV41_ONESHOT={wanted}, and {reason}", _TODO)
+    transport = comm.transports.get(name)
+    if transport is not None:
+        memory = getattr(transport, "memory_bytes", None) or getattr(getattr(transport, "layout", None), "nbytes", 0)
+        state.holds(name, memory)
+    elif ranks.rank == 0 and wanted == "auto":
+        warnings.warn(reason, stacklevel=2)
+    made = Shared(comm, name if transport is not None else "", reason)
     _made.append((tp_group, made))
-    layout = getattr(made.transports.get("peer"), "layout", None)
-    if layout is not None:
-        state.holds("peer transport", layout.nbytes)
     return made
+
+
+def communicator(tp_group: Any, state: AdapterState) -> Communicator:
+    """The shared communicator, with its own routes: what the one-shot transport can carry goes over it."""
+    return shared(tp_group, state).comm
+
+
+def forget(tp_group: Any) -> None:
+    """Close what the group shares; the group is about to go."""
+    for one in [one for one in _made if one[0] is tp_group]:
+        _made.remove(one)
+        one[1].comm.close()
+
+
+def _by_hosts(ranks: Any) -> str:
+    """peer for a group on one host, roce for any other. Collective; the same answer on every rank."""
+    from ..comm import Communicator
+    from ..comm.ranks import host_identity
+
+    base = Communicator.create(ranks)
+    try:
+        hosts = base.agreement.gather(host_identity().host, label="oneshot:hosts")
+    finally:
+        base.close()
+    return "peer" if len(set(hosts)) == 1 else "roce"
 
 
 def declined(runner: Any) -> str | None:

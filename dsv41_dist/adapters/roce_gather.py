@@ -16,7 +16,6 @@ ends all ranks (checked before a step's results are used).
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 from .base import Adapter, AdapterState, Guarantee, Patch, Target
@@ -28,7 +27,6 @@ _RUNNER = "sglang.srt.model_executor.model_runner"
 _PYNCCL = "sglang.srt.distributed.device_communicators.pynccl"
 _LABEL = "roce_gather"
 _METHOD = "dsv41_oneshot"  # the name of our way in the engine's choice of all-reduce methods
-_TODO = "Set DSV41_ONESHOT=auto to serve without it, or put right what `python -m dsv41_dist preflight` shows."
 
 
 class RoceGather(Adapter):
@@ -105,8 +103,9 @@ class _Collectives:
         """Connect the transport, all ranks or none. Collective over the TP group; once per process."""
         from sglang.srt.distributed.parallel_state import get_tp_group
 
-        from ..comm import Communicator, Ranks, Route, RouteTable
+        from ..comm import Route, RouteTable
         from ..engine.refusal import refuse
+        from ._split_group import shared
 
         if self._formed:
             return
@@ -121,33 +120,23 @@ class _Collectives:
                 "every all-reduce to NCCL before this adapter is asked",
                 "Unset one of the two on every rank.",
             )
-        ranks = Ranks.from_object(group)
-        name = self.oneshot if self.oneshot != "auto" else _by_hosts(ranks)
-        routes = tuple(Route(op, limit, name) for op, limit in self.limits.items() if limit)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            comm = Communicator.create(ranks, [name], RouteTable("process_group", routes))
-        if name not in comm.transports:
-            comm.close()
-            reason = next((str(one.message) for one in said if repr(name) in str(one.message)), "see rank 0")
-            if self.oneshot != "auto":
-                refuse(f"roce_gather: DSV41_ONESHOT={self.oneshot}, and {reason}", _TODO)
-            if ranks.rank == 0:
-                warnings.warn(reason, stacklevel=2)
-            self._note(f"every call is stock: {reason}")
+        made = shared(group, self.state)
+        if not made.transport:
+            self._note(f"every call is stock: {made.reason}")
             return
-        self.group, self.comm, self.transport = group, comm, name
-        transport = comm.transports[name]
-        memory = getattr(transport, "memory_bytes", None) or getattr(getattr(transport, "layout", None), "nbytes", 0)
-        self.state.holds(name, memory)
+        routes = tuple(Route(op, limit, made.transport) for op, limit in self.limits.items() if limit)
+        self.comm = made.comm.routed(RouteTable("process_group", routes), label=_LABEL)
+        self.group, self.transport = group, made.transport
         _export(self.counts)
         self._note()
 
     def destroy(self, original: Any) -> Any:
         def destroy(group: Any) -> Any:
             if group is self.group:
+                from ._split_group import forget
+
                 self.group = None
-                self.comm.close()
+                forget(group)
             return original(group)
 
         return destroy
@@ -271,19 +260,6 @@ class _Collectives:
             )
             text = f"over {self.transport}: {routes}" + (f"; {counts} (a graph counts once)" if counts else "")
         self.state.notes[:] = [text]
-
-
-def _by_hosts(ranks: Any) -> str:
-    """peer for a group on one host, roce for any other. Collective; the same answer on every rank."""
-    from ..comm import Communicator
-    from ..comm.ranks import host_identity
-
-    base = Communicator.create(ranks)
-    try:
-        hosts = base.agreement.gather(host_identity().host, label="roce_gather:hosts")
-    finally:
-        base.close()
-    return "peer" if len(set(hosts)) == 1 else "roce"
 
 
 def _export(counts: dict[tuple[str, str], list[int]]) -> None:

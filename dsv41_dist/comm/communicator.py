@@ -6,6 +6,7 @@ calling, so that a hang or a mismatch names the caller.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,14 @@ class Communicator:
         from .create import create
 
         return create(ranks, transports, table, settings or CommSettings.from_env())
+
+    def routed(self, table: RouteTable, *, label: str) -> Communicator:
+        """This communicator with other routes: the same ranks, transports, call numbers and end; closing either closes
+        both. Collective. Raises DisagreementError on every rank when the tables differ."""
+        self.agreement.same_everywhere(table.digest(), label=f"{label}:table")
+        other = copy.copy(self)
+        other.table, other._routes, other._declared = table.restricted(list(self.transports)), {}, set()
+        return other
 
     # Operations. Each: enter (position, closed?), nothing to do?, route (checked once per kind of call), move.
 

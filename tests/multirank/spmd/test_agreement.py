@@ -11,6 +11,8 @@ from dsv41_dist.comm import (
     Communicator,
     DisagreementError,
     MismatchError,
+    Route,
+    RouteTable,
     SelfCheck,
     Split,
     Transport,
@@ -252,6 +254,26 @@ def test_the_caller_s_default_device_is_not_ours(ranks):
         comm.close()
     assert total.flatten().tolist() == [ranks.size * (ranks.size + 1) / 2] * 8
     assert rows[0].tolist() == [float(rank + 1) for rank in range(ranks.size) for _ in range(2)]
+
+
+def test_the_same_communicator_with_other_routes(comm, checked):
+    for one in (comm, checked):
+        fallback = one.table.fallback
+        other = one.routed(
+            RouteTable(fallback, (Route("all_gather", 64, fallback), Route("all_gather", 8, "peer"))), label="o"
+        )
+        assert [route.transport for route in other.table.routes] == [fallback]  # peer is not connected
+        assert (type(other), other.transports, other.closed) == (type(one), one.transports, False)
+        assert other.all_reduce(torch.ones(2), label="sum").tolist() == [float(comm.ranks.size)] * 2
+        assert one.all_reduce(torch.ones(2), label="sum").tolist() == [float(comm.ranks.size)] * 2
+    if comm.ranks.size > 1:
+        odd = comm.ranks.rank == comm.ranks.size - 1
+        with pytest.raises(DisagreementError, match="routes:table"):
+            comm.routed(
+                RouteTable(comm.table.fallback, (Route("all_gather", 9 if odd else 8, comm.table.fallback),)),
+                label="routes",
+            )
+    assert still_works(comm)
 
 
 def test_a_flipped_byte_is_seen(comm):
