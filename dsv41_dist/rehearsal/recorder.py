@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+import time
 from typing import Any
 
 __all__ = ["RECORD", "watch"]
@@ -84,6 +85,7 @@ def _write(runner: Any, batch: Any, output: Any) -> None:
         "requests": int(batch.batch_size),
         "collectives": dict(_calls),
         "fired": _fired(),
+        "cpu_s": round(time.process_time(), 2),
         "logits": [] if logits is None else [_digest(row) for row in logits],
         "top": [] if logits is None else [_top(row) for row in logits],
     }

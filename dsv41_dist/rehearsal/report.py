@@ -104,7 +104,8 @@ def as_json(
 
 
 def _boots(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("boot", "engine", "ready s", "all s", "ranks", "tokens", "cached rows", "ended")]
+    head = ("boot", "engine", "ready s", "all s", "cpu s", "ranks", "tokens", "cached rows", "ended")
+    rows: list[tuple[str, ...]] = [head]
     for outcome in outcomes:
         rows.append(
             (
@@ -112,6 +113,7 @@ def _boots(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
                 outcome.version or "-",
                 "-" if outcome.seconds_to_ready is None else f"{outcome.seconds_to_ready:.0f}",
                 f"{outcome.seconds:.0f}",
+                f"{outcome.cpu_s:.0f}",
                 str(len(outcome.ranks)),
                 str(sum(len(tokens) for stage in outcome.stages for tokens in stage["tokens"])),
                 str(sum(sum(stage["cached"]) for stage in outcome.stages)),

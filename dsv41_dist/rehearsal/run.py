@@ -170,6 +170,7 @@ def _collect(folder: Path, outcome: Outcome) -> None:
     if report.is_file():
         outcome.boot_report = json.loads(report.read_text())
     last = [entries[-1].get("fired", {}) for _, entries in sorted(outcome.ranks.items()) if entries]
+    outcome.cpu_s = sum(entries[-1].get("cpu_s", 0.0) for entries in outcome.ranks.values() if entries)
     for adapter in last[0] if last else []:
         outcome.fired[adapter] = [counts.get(adapter, 0) for counts in last]
     forwards = [entry for entry in outcome.ranks.get(0, []) if not entry["draft"]]

@@ -17,6 +17,7 @@ class Outcome:
     problem: str = ""
     seconds_to_ready: float | None = None
     seconds: float = 0.0
+    cpu_s: float = 0.0  # of all ranks together
     version: str = ""
     stages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     ranks: dict[int, list[dict[str, Any]]] = field(default_factory=dict[int, list[dict[str, Any]]])
