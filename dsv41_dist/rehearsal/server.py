@@ -7,11 +7,13 @@ same in every run. That goes straight to the scheduler: the manager's own pause 
 from __future__ import annotations
 
 import asyncio
+import importlib.machinery
 import os
 import socket
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -59,6 +61,7 @@ def with_engine(arguments: dict[str, Any], work: Callable[[Engine], Awaitable[No
 
 def over_http(arguments: dict[str, Any], work: Callable[[Engine], Awaitable[None]]) -> None:
     """Start the HTTP server, run `work` from a thread of this process over its own port, and end the process."""
+    _without_soundfile()
     from sglang.srt.entrypoints import http_server
     from sglang.srt.server_args import ServerArgs
 
@@ -98,6 +101,16 @@ def over_http(arguments: dict[str, Any], work: Callable[[Engine], Awaitable[None
 
     args = ServerArgs(**arguments, host="127.0.0.1", port=port)
     http_server.launch_server(args, launch_callback=begin)
+
+
+def _without_soundfile() -> None:
+    """The server imports it for audio, which nothing here uses: an empty module where it is not installed."""
+    try:
+        import soundfile  # noqa: F401
+    except (ImportError, OSError):
+        empty = types.ModuleType("soundfile")
+        empty.__spec__ = importlib.machinery.ModuleSpec("soundfile", None)
+        sys.modules["soundfile"] = empty
 
 
 async def _client(url: str, work: Callable[[Engine], Awaitable[None]]) -> None:
