@@ -1,4 +1,4 @@
-"""A scene of prefill_kernels_probe.py: the real candidate factory under faked compute capabilities."""
+"""A scene of prefill_adapters_probe.py: the real candidate factory under faked compute capabilities."""
 
 from __future__ import annotations
 
