@@ -37,6 +37,7 @@ GATES: tuple[Gate, ...] = (
     Gate("DSV41_INDEXER_CHUNKED", _F, False, "indexer_chunked", "Bound the indexer's transient memory by row chunks.", True),
     Gate("DSV41_INDEXER_BUDGET_MB", Int(16, 1 << 20, "MiB"), None, "indexer_chunked", "Memory budget of one row chunk; unset keeps the engine's."),
     Gate("SPARK_PREFILL_TP_SPLIT", _F, False, "spark_prefill_dense", "Split the indexer's prefill rows over the ranks.", True),
+    Gate("SPARK_PREFILL_MIN_ROWS", Int(1, 1 << 20, "rows"), 256, "spark_prefill_dense", "Smallest chunk whose rows are split."),
     Gate("DSV41_SM12X_DENSE", Choice(("auto", "0", "1")), "auto", "sm12x_dense_candidates", "Dense candidate blocks where SM12x has no sparse-table kernel; auto is on there and off elsewhere.", True),
     Gate("DSV41_ENGRAM_PREFETCH", _F, False, "engram_prefetch", "Run the Engram row copies of all layers on a side stream.", True),
     Gate("DSV41_ENGRAM_PREFETCH_CHECK", _F, False, "engram_prefetch", "Run the synchronous path too and count gathers that differ."),

@@ -21,6 +21,7 @@ DSV41_SHARED_PAD_K shared_pad_k switch
 DSV41_INDEXER_CHUNKED indexer_chunked switch
 DSV41_INDEXER_BUDGET_MB indexer_chunked
 SPARK_PREFILL_TP_SPLIT spark_prefill_dense switch
+SPARK_PREFILL_MIN_ROWS spark_prefill_dense
 DSV41_SM12X_DENSE sm12x_dense_candidates switch
 DSV41_ENGRAM_PREFETCH engram_prefetch switch
 DSV41_ENGRAM_PREFETCH_CHECK engram_prefetch
