@@ -231,7 +231,8 @@ def _mhc(module: Any) -> None:
         return mix_streams(x_flat, pre, hc).to(out_dtype)
 
     _replace(module, "hc_split_sinkhorn", hc_split_sinkhorn)
-    _replace(module, "mhc_combine", mhc_combine)
+    # 0.5.21 and 0.5.22 have it under another name.
+    _replace(module, "mhc_combine" if hasattr(module, "mhc_combine") else "hc_combine", mhc_combine)
 
 
 def _gather(module: Any) -> None:
@@ -275,6 +276,9 @@ def _index_logits(module: Any) -> None:
         return index_logits(q, weights.to(torch.bfloat16), slots, lens, table, page_size)
 
     _replace(module, "fp4_index_logits_decode", fp4_index_logits_decode)
+    if "store_fp4_index_k_cache" in vars(module):  # 0.5.21 and 0.5.22: 0.5.23 has modules of their own for these
+        _index_codes(module)
+        _index_cache(module)
 
 
 def _live_router(module: Any) -> None:
