@@ -71,7 +71,7 @@ def is_prefill(batch: Any) -> bool:
         and not is_in_breakable_cuda_graph()
         and not get_in_autotune_dummy_run()
         and not torch.compiler.is_compiling()
-        and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
     )
 
 

@@ -122,17 +122,17 @@ def few(rank, args):
 
 def other_modes(rank, args):
     """The reduce-scatter, the collectives alone, and without Engram's projection; compared with the all-reduce."""
-    cases = [{"rows": 252, "capture": (0, 2)}, CASES[10]]
+    plain, late = {"rows": 252, "capture": (0, 2)}, CASES[10]
+    asked = [({"mode": "fast"}, plain), ({"mode": "fast", "wkv": False}, late), ({"mode": "comm"}, late)]
     out = []
     for which in layer_classes():
-        for options in ({"mode": "fast"}, {"mode": "comm"}, {"mode": "fast", "wkv": False}):
-            out += [{**compare(which, {**options, "compare": True}, **dict(case)), **options} for case in cases]
+        out += [{**compare(which, {**options, "compare": True}, **dict(case)), **options} for options, case in asked]
     return out
 
 
 def debug(rank, args):
     """compare over whole chunks, first of equal ops, then with one bit of one op off on one rank, which is dumped."""
-    equal = [compare(which, {"compare": True}, **dict(CASES[k])) for which in layer_classes() for k in (2, 4, 10)]
+    equal = [compare(which, {"compare": True}, **dict(CASES[k])) for which in layer_classes() for k in (4, 10)]
     op = row_op("_combine" if hasattr(v4, "mhc") else "_hc_combine")
     with TemporaryDirectory() as folder:
         if rank == 1:
@@ -183,7 +183,7 @@ def never_enters(rank, args):
 
     v4._is_cuda = False
     model = small.build(layer_classes()["platform"], capture=(1,))
-    modes = [mode for mode in ForwardMode if mode not in (ForwardMode.EXTEND, ForwardMode.MIXED)]
+    modes = [mode for mode in ForwardMode if not mode.is_extend_without_speculative()]
     speculative = {mode.name: forward(model, 256, mode=mode) for mode in modes}
     plain = {rows: forward(model, rows) for rows in (256, 254, 60)}
     runtime, state = adapted(model), state_of("prefill_sp")
@@ -231,7 +231,8 @@ def choices(rank, args):
     own, seen = tile.__wrapped__, []
     for rows in (16, 64, 384, 2048, 4096, 8192):
         chunk = Chunk(runtime, RowScope(runtime.comm, rows, "exact"), False, None)
-        held, other = rows // 4, rows // 4 + 1
+        held = chunk.scope.held
+        other = held + 1
         with chunk.open():
             inside = [tile(held), tile(other)]
             with chunk.whole():
