@@ -256,12 +256,20 @@ class Communicator:
 
     def prepare(self, calls: Sequence[Call], *, label: str) -> None:
         """Declare calls before graph capture, the same on every rank: compile and allocate now, because nothing is
-        allocated, compiled or voted during capture. An undeclared call inside a capture takes the fallback."""
+        allocated, compiled or voted during capture. An undeclared call inside a capture takes the fallback.
+
+        A column gather is known by its split and the other dimensions, on every rank alike: the size of `shape` in the
+        dimension that is split is free. Raises ArgumentError for one without a split over this group.
+        """
+        for call in calls:
+            if call.op == "all_gather_columns" and (call.split is None or call.split.world != self.ranks.size):
+                over = "no split" if call.split is None else f"a split over {call.split.world} ranks"
+                raise ArgumentError(f"prepare {call.op} with {over}: allowed is one over {self.ranks.size} ranks")
         self.agreement.same_everywhere([repr(call) for call in calls] or ["none"], label=label)
         for transport in self.transports.values():
             if transport.needs_prepare:
                 transport.prepare([c for c in calls if transport.takes(c, 0)])
-        self._declared.update(_declared_key(c.op, c.shape, c.dtype, c.dim, c.reduce_op) for c in calls)
+        self._declared.update(_declared_key(call) for call in calls)
         self.agreement.agree(True, label=f"{label}:done")
 
     def close(self) -> None:
@@ -279,8 +287,10 @@ class Communicator:
     def _route(
         self, op: str, x: torch.Tensor, nbytes: int, dim: int = 0, reduce_op: str = "", split: Split | None = None
     ) -> Transport:
-        capturing = self._guarded and x.is_cuda and torch.cuda.is_current_stream_capturing()
-        undeclared = capturing and _declared_key(op, tuple(x.shape), x.dtype, dim, reduce_op) not in self._declared
+        undeclared = False
+        if self._guarded and self._capturing(x):
+            call = Call(op, tuple(x.shape), x.dtype, dim, reduce_op or "sum", split)
+            undeclared = _declared_key(call) not in self._declared
         key: Any = (op, reduce_op or dim, x.dtype, nbytes, x.device, split)
         if self._guarded:
             key = (*key, undeclared)
@@ -304,6 +314,10 @@ class Communicator:
         assert route is not None
         self._routes[key] = route
         return route
+
+    @staticmethod
+    def _capturing(x: torch.Tensor) -> bool:
+        return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _gathered(
         self, op: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None, move: Any
@@ -345,8 +359,12 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_neg()
 
 
-def _declared_key(op: str, shape: tuple[int, ...], dtype: torch.dtype, dim: int, reduce_op: str) -> Any:
-    return op, shape, dtype, reduce_op if op in ("all_reduce", "reduce_scatter") else dim
+def _declared_key(call: Call) -> Any:
+    """What makes two calls one declared call: never a rank's own shard of an uneven split."""
+    shape, dim = call.shape, call.dim % max(1, len(call.shape))
+    if call.op == "all_gather_columns" and call.split is not None:
+        return call.op, shape[:dim] + shape[dim + 1 :], call.dtype, dim, call.split.sizes
+    return call.op, shape, call.dtype, call.reduce_op if call.op in ("all_reduce", "reduce_scatter") else dim
 
 
 def _bad_out(op: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> ArgumentError:

@@ -39,7 +39,10 @@ SUM_DTYPES = (
 
 @dataclass(frozen=True)
 class Call:
-    """A call declared before graph capture: everything a route may depend on, equal on every rank."""
+    """A call declared before graph capture: everything a route may depend on, equal on every rank.
+
+    Of a column gather the size in the dimension that is split is free: `split` says what each rank's is.
+    """
 
     op: str
     shape: tuple[int, ...]
