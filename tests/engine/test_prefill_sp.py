@@ -98,7 +98,7 @@ def test_compare_finds_no_byte_in_whole_chunks_and_one_bit_on_one_rank(probe, re
     ranks = probe(release, "debug:4")
     equal = agreed([one["equal"] for one in ranks])
     for index, one in enumerate(equal):
-        # 4 layers of 6 ops and an Engram; with a tail from layer 2 on, half of it (0.5.23 writes the source's KV first).
+        # 4 layers of 6 ops and an Engram; half of that with a tail from layer 2 (0.5.23 writes its source first).
         count = 50 if index % 2 == 0 else 28 if release == "0.5.23" else 26
         assert one["more"] == [f"compare: {count} ops in 2 chunks, 0 differing bytes on every rank"], one
         assert one["equal"] == [True, True]
