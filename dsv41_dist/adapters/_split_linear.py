@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..comm import Call, SelfCheck, Split, TileSplit
+from ..engine.logical_rows import logical_rows
 from . import _split_layout as layout
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ class SplitLayer:
         data = x[0] if isinstance(x, tuple) else x
         rows = data.shape[0] if data.dim() == 2 else 0
         if not 0 < rows <= self._options.max_rows or torch.compiler.is_compiling() or self._options.stock_only():
+            return stock(self._module, x)
+        if logical_rows(rows) != rows:  # prefill_sp: every rank holds other rows, whose columns do not belong together
             return stock(self._module, x)
         if self._pointers != _pointers(self._module, self.kind):
             self._recut()

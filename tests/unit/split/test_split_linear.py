@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dsv41_dist.adapters._split_group import exchanged
 from dsv41_dist.adapters._split_linear import Checks, SplitLayer, SplitOptions
 from dsv41_dist.comm import TileSplit
+from dsv41_dist.engine.logical_rows import sharded_rows
 from dsv41_dist.engine.state import AdapterState
 
 
@@ -121,6 +122,22 @@ def test_gathers_are_declared_once_with_every_ranks_shape_before_a_capture():
             [("all_gather", (2, 512))],
             [("all_gather_columns", (2, 512)), ("all_gather_columns", (2, 384))],
         ]
+
+
+def test_a_shard_of_a_prefill_chunk_is_stock_also_where_its_height_is_known():
+    layer = layer_of(64, 8, torch.float32, False)
+    split = TileSplit.plan(64, 16, 2)
+    options = SplitOptions(max_rows=96, window=False, compact=False, stock_only=lambda: False)
+    comms, everyone = group(layer, split, options)
+    x = torch.ones(4, 8)
+    comms[0].x = x
+    everyone[0].forward(stock, x)  # decides
+    everyone[0].forward(stock, x)
+    assert everyone[0]._checks.state.fired == 1
+    with sharded_rows(4, 8):
+        out, _ = everyone[0].forward(stock, x)
+    assert everyone[0]._checks.state.fired == 1
+    assert torch.equal(out, stock(layer, x)[0])
 
 
 def test_an_autotuning_run_and_a_batch_dimension_are_stock():
