@@ -8,10 +8,10 @@
 # The first time it makes two environments (.venv; and the engine's, about 3 GB under ~/.cache/dsv41_dist), unless
 # DSV41_PYTHON and DSV41_ENGINE_PYTHON name interpreters to use as they are.
 set -euo pipefail
+start=$SECONDS
 source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
 cd "$ROOT"
 
-start=$SECONDS
 if [ -z "${DSV41_ENGINE_PYTHON:-}" ]; then
   echo "[1/3] the engine's environment (once; a few minutes) ..." >&2
   DSV41_ENGINE_PYTHON=$(DSV41_PYTHON="$PY" launch/engine_env.sh | tail -n 1)
