@@ -239,7 +239,7 @@ def join(with_engine: bool) -> dict[str, Any]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     if not with_engine:
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
         return {}
     install("sgl_kernel", "deep_gemm", "vllm", "flashinfer", "tilelang")
     os.environ.setdefault("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
