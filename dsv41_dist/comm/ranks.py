@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .errors import ArgumentError, TransportUnavailable
 from .layout import MAX_WORLD
 
-__all__ = ["HostIdentity", "Ranks", "host_identity"]
+__all__ = ["HostIdentity", "Ranks", "backend_for", "host_identity"]
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,16 @@ class Ranks:
 def _device(device: torch.device | str | None, group: Any) -> torch.device:
     if device is not None:
         return torch.device(device)
-    if dist.get_backend(group) == "nccl":
+    if backend_for(group, "cuda") == "nccl" and (backend_for(group, "cpu") != "gloo" or torch.cuda.is_available()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def backend_for(group: Any, kind: str) -> str:
+    """Which backend of a torch group serves tensors on `kind` ("cpu", "cuda"). A group may have one for each:
+    `init_process_group()` without a backend makes "cpu:gloo,cuda:nccl"."""
+    served = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(","))
+    return served.get(kind, "none")
 
 
 def _side_store(members: list[int]) -> dist.Store | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..ranks import Ranks
+from ..ranks import Ranks, backend_for
 from ..watch import Watch
 from .base import Transport, as_bytes
 
@@ -41,9 +41,9 @@ class ProcessGroupTransport(Transport):
     def probe(cls, ranks: Ranks) -> str | None:
         if ranks.kind != "torch":
             return "the ranks were joined by MPI, not by torch.distributed: use --transport mpi"
-        backend = dist.get_backend(ranks.device_group)
+        backend = backend_for(ranks.device_group, ranks.device.type)
         if ranks.device.type == "cuda" and backend != "nccl":
-            return f"CUDA tensors need an NCCL group, this one is {backend}"
+            return f"CUDA tensors need an NCCL group, this one has {dist.get_backend_config(ranks.device_group)}"
         return None
 
     def all_reduce(self, x: torch.Tensor, op: str, out: torch.Tensor) -> None:

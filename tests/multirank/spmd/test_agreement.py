@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from dsv41_dist.comm import (
     Communicator,
     DisagreementError,
     MismatchError,
+    Ranks,
     Route,
     RouteTable,
     SelfCheck,
@@ -254,6 +256,16 @@ def test_the_caller_s_default_device_is_not_ours(ranks):
         comm.close()
     assert total.flatten().tolist() == [ranks.size * (ranks.size + 1) / 2] * 8
     assert rows[0].tolist() == [float(rank + 1) for rank in range(ranks.size) for _ in range(2)]
+
+
+def test_a_group_with_a_backend_for_each_kind_of_device(ranks):
+    if ranks.kind != "torch":
+        pytest.skip("one of torch's")
+    group: Any = torch.distributed.new_group(backend="cpu:gloo")
+    comm = Communicator.create(Ranks.from_torch(group))
+    assert comm.ranks.device.type == "cpu"
+    assert still_works(comm)
+    comm.close()
 
 
 def test_the_same_communicator_with_other_routes(comm, checked):
