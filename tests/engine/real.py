@@ -17,7 +17,8 @@ def engine_env(tree: Path, door: bool = True, **extra: str) -> dict[str, str]:
     """An environment in which the engine of `tree` is imported; with the sitecustomize door unless told otherwise."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("DSV41_", "SPARK_PREFILL_", "PYTHON", "SGLANG_"))}
     # The stand-in comes last: where torchvision's binary fits the installed torch, the real one is used.
-    paths = [*([str(DOOR)] if door else []), str(ROOT), str(tree), str(HERE / "stand_ins")]
+    stand_ins = ROOT / "dsv41_dist" / "rehearsal" / "modules"
+    paths = [*([str(DOOR)] if door else []), str(ROOT), str(tree), str(stand_ins)]
     return {
         **clean,
         "PYTHONPATH": os.pathsep.join(paths),
