@@ -11,10 +11,13 @@ bytes. Only boots without a problem are kept. Tests that want these import `rehe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import subprocess
+import threading
+import uuid
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -27,7 +30,7 @@ from dsv41_dist.rehearsal.settings import PACKAGE_ROOT, Boot, default_stages
 from dsv41_dist.rehearsal.tiny_model import checkpoint_folder
 from dsv41_dist.rehearsal.verdict import Outcome
 
-__all__ = ["Rehearsals", "marked", "rehearsal_python", "rehearsals"]
+__all__ = ["Rehearsals", "Sessions", "rehearsal_python", "rehearsals"]
 
 
 class Rehearsals:
@@ -113,17 +116,50 @@ class Rehearsals:
         return cache_folder() / "rehearsal" / "results" / f"{key}.json"
 
 
-def marked(mark: str) -> list[int]:
-    """Processes that inherited a test's mark (REHEARSED_BY); other rehearsals may be running here."""
-    found = []
+class Sessions:
+    """The sessions of the engines that are started while it is open with REHEARSED_BY=mark in their environment.
+
+    An engine is a session of its own, and its ranks stay in it; they overwrite their environment with their title, so
+    the mark is read off the processes that do not.
+    """
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self._found: set[int] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Sessions:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def alive(self) -> list[int]:
+        """Processes of these sessions now."""
+        return [pid for pid, session in _sessions() if session in self._found]
+
+    def _look(self) -> None:
+        while not self._over.wait(0.3):
+            for pid, session in _sessions():
+                with contextlib.suppress(OSError):
+                    environ = Path(f"/proc/{pid}/environ").read_bytes()
+                    if session != os.getsid(0) and f"REHEARSED_BY={self.mark}".encode() in environ:
+                        self._found.add(session)
+
+
+def _sessions() -> list[tuple[int, int]]:
+    """(process, session) of every process that is not a zombie."""
+    out = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if f"REHEARSED_BY={mark}".encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                state, _, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+                if state not in "ZX":
+                    out.append((int(entry.name), int(session)))
+    return out
 
 
 @pytest.fixture(scope="session")

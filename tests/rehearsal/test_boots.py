@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import uuid
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from dsv41_dist.rehearsal.settings import Stage, default_stages
 from dsv41_dist.rehearsal.verdict import compare
 from tests.unit.roce import fake_host
 
-from .fixture import marked
+from .fixture import Sessions
 
 PLUGINS = Path(__file__).with_name("plugins")
 FENCE = {"DSV41_FOLDED_FENCE": "1"}
@@ -171,7 +170,6 @@ def test_other_releases_serve_and_take_the_adapters(rehearsals, release):
 
 
 def test_one_rank_with_a_changed_engine_file_is_refused_by_all_four_and_nothing_is_left(rehearsals, tmp_path):
-    mark = uuid.uuid4().hex
     where = "import sglang, pathlib; print(pathlib.Path(sglang.__file__).parent)"
     done = subprocess.run([rehearsals.python, "-c", where], capture_output=True, text=True, timeout=120, check=True)
     tree = tmp_path / "tree"
@@ -182,13 +180,14 @@ def test_one_rank_with_a_changed_engine_file_is_refused_by_all_four_and_nothing_
     assert changed.count(old) == 1
     file.unlink()  # a link
     file.write_text(changed.replace(old, old.replace("(bs)", "(bs + 0)")))
-    env = {"REHEARSED_BY": mark, "REHEARSAL_OTHER_RANK": "2", "REHEARSAL_OTHER_TREE": str(tree)}
-    boot = rehearsals.boot(gates=FENCE, speculative=True, extra_path=(str(PLUGINS / "one_rank"),), extra_env=env)
-    outcome = boot_engine(rehearsals.python, boot, "adapted", timeout_s=600, folder=tmp_path / "boot")
+    with Sessions() as sessions:
+        env = {"REHEARSED_BY": sessions.mark, "REHEARSAL_OTHER_RANK": "2", "REHEARSAL_OTHER_TREE": str(tree)}
+        boot = rehearsals.boot(gates=FENCE, speculative=True, extra_path=(str(PLUGINS / "one_rank"),), extra_env=env)
+        outcome = boot_engine(rehearsals.python, boot, "adapted", timeout_s=600, folder=tmp_path / "boot")
+        assert sessions.alive() == []
     assert "dsv41_dist refuses to go on" in outcome.problem, outcome.log
     assert "TargetVerifyExecutor.accept_and_finalize" in outcome.problem
     assert "rank 2: drift: folded_result_fence: drifted" in outcome.problem, outcome.problem
     refusals = (tmp_path / "boot" / "log").read_text().count("dsv41_dist refuses to go on")
     assert refusals == 4  # every rank says the same paragraph
     assert outcome.stages == []
-    assert marked(mark) == []
