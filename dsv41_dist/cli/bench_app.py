@@ -127,7 +127,9 @@ def split(
         "1,6,16,48,96"
     ),
     hidden: Annotated[str | None, typer.Option(help="input columns of the layers [5120; on a CPU 1024]")] = None,
-    columns: Annotated[str | None, typer.Option(help="output widths [1792,5120,25600; on a CPU 512,1792]")] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="output widths [1792,5120,10240,25600; on a CPU 512,1792]")
+    ] = None,
     draft: Annotated[
         str | None, typer.Option(help="WIDTHxINPUTS of the draft's projection, or none [5120x15360; on a CPU 512x256]")
     ] = None,

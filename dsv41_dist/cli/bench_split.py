@@ -31,9 +31,9 @@ __all__ = ["SplitPlan", "plan_split", "run_split"]
 _DTYPES = ("bfloat16", "float16", "float32")
 _ROTATED_BYTES = 300_000_000
 _COPY_BYTES = 256 << 20
-#: What is measured without further options. GPU: wqkv_a, a square layer, engram.wkv of DeepSeek-V4.1-Flash, and the
+#: What is measured without further options. GPU: wqkv_a, two widths between, engram.wkv of DeepSeek-V4.1-Flash, and the
 #: draft's projection of three target layers. CPU: small enough for four ranks on two cores.
-_DEFAULTS = {"cuda": ("5120", "1792,5120,25600", "5120x15360"), "cpu": ("1024", "512,1792", "512x256")}
+_DEFAULTS = {"cuda": ("5120", "1792,5120,10240,25600", "5120x15360"), "cpu": ("1024", "512,1792", "512x256")}
 _HEADER = f"{'layer':<18}{'n x k':>14}{'m':>5}  {'what':<38}{'p50':>10}{'p99':>10}{'whole/this':>11}{'#wrong':>8}"
 
 

@@ -50,9 +50,11 @@ def lines_of(evens: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) ->
     for even in evens:
         what = f"{even['what']}, {even['dtype']}, m={even['m']}"
         if even["columns"] is None:
-            lines.append(f"break-even, {what}: above {even['below']} columns, the widest measured is slower split")
+            lines.append(f"break-even, {what}: above {even['below']} columns, every width that was split is slower")
         elif even["below"] is None:
-            lines.append(f"break-even, {what}: at or below {even['columns']} columns, the narrowest measured is faster")
+            lines.append(
+                f"break-even, {what}: at or below {even['columns']} columns, every width that was split is faster"
+            )
         else:
             between = f"between {even['below']} and {even['columns']} columns, about {even['estimate']}"
             lines.append(f"break-even, {what}: {between}")
