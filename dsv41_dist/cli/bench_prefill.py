@@ -155,7 +155,7 @@ class _Chunk:
         sums = ", ".join(f"{name} {us:.0f} us ({found['routes'][name]})" for name, us in times.items())
         run.say(
             f"{self.rows:>7}  alone, over {self.carrier}: {sums}; row-local work {found['row_work_us']:.0f} us on all "
-            f"rows, {found['row_work_shard_us']:.0f} us on 1/{world}: {ratio:.2f}x"
+            f"rows ({found['row_work_gbps']:.0f} GB/s), {found['row_work_shard_us']:.0f} us on 1/{world}: {ratio:.2f}x"
         )
         return found
 
