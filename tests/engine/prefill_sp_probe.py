@@ -138,6 +138,8 @@ def debug(rank, args):
         if rank == 1:
             sharded, op.sharded = op.sharded, lambda *a, **k: flipped(sharded(*a, **k))
         off = compare("platform", {"compare": True, "fingerprints": True, "dump": folder, "debug_chunks": 1}, rows=256)
+        if rank == 1:
+            op.sharded = sharded
         dumps = {name: sorted(torch.load(f"{folder}/{name}")) for name in sorted(os.listdir(folder))}
     return {"equal": equal, "off": off, "dumps": dumps}
 
@@ -281,16 +283,21 @@ def declines(rank, args):
 SCENES = {f.__name__: f for f in (exact, few, other_modes, debug, one_rank_is_off, never_enters, choices, declines)}
 
 
-def run(rank: int, args: Any, name: str) -> Any:
+def run(rank: int, args: Any, names: list[str]) -> dict[str, Any]:
     small.stand_ins()
-    return SCENES[name](rank, args)
+    return {name: SCENES[name](rank, args) for name in names}
 
 
 def main() -> None:
-    out = {}
+    """Arguments: SCENE:RANKS. Scenes of as many ranks run one after another in one group."""
+    out: dict[str, list[Any]] = {}
+    sizes: dict[str, list[str]] = {}
     for asked in sys.argv[1:]:
         name, _, size = asked.partition(":")
-        out[asked] = run_world(int(size), functools.partial(run, name=name))
+        sizes.setdefault(size, []).append(name)
+    for size, names in sizes.items():
+        ranks = run_world(int(size), functools.partial(run, names=names))
+        out |= {f"{name}:{size}": [one[name] for one in ranks] for name in names}
     print(json.dumps(out))
 
 

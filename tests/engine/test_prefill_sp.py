@@ -11,11 +11,11 @@ from tests.engine.real import HERE, RELEASES, engine_env, run_engine
 
 pytestmark = pytest.mark.timeout(300)
 
-EVERYWHERE = ["exact:4", "other_modes:4", "debug:4", "never_enters:4", "choices:2"]
+EVERYWHERE = ["exact:4", "other_modes:4", "debug:4", "never_enters:4", "choices:4"]
 SCENES = {
     "0.5.21": EVERYWHERE,
     "0.5.22": EVERYWHERE,
-    "0.5.23": [*EVERYWHERE, "one_rank_is_off:4", "few:2", "declines:2"],
+    "0.5.23": [*EVERYWHERE, "one_rank_is_off:4", "few:2", "declines:4"],
 }
 # 0.5.23 has a layer for CUDA and one for other platforms; before, there was one.
 LAYERS = {"0.5.21": ["platform"], "0.5.22": ["platform"], "0.5.23": ["cuda", "platform"]}
@@ -135,7 +135,7 @@ def test_decode_verify_drafts_captures_and_odd_chunks_never_enter(probe, release
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_kernels_are_chosen_for_the_whole_chunk(probe, release):
-    seen = agreed(probe(release, "choices:2"))
+    seen = agreed(probe(release, "choices:4"))
     assert seen["tiles"] == [True] * 6
     made = {name: len(found) for name, found in seen["rewritten"].items()}
     by_module = {"_mix_stats_impl": 5, "_combine": 3, "post": 3, "_post_fusion": 2, "hc_combine_norm": 3}
@@ -164,7 +164,7 @@ def test_one_bit_of_one_ranks_projection_keeps_it_whole_on_all_and_the_rank_is_n
 
 
 def test_what_cannot_be_sharded_is_declined_with_the_reason(probe):
-    seen = agreed(probe("0.5.23", "declines:2"))
+    seen = agreed(probe("0.5.23", "declines:4"))
     assert seen["attached"] == [["0 chunks sharded (exact), 0 stock"], True]
     assert seen["draft"] == [[], False]
     for name, why in {
