@@ -39,6 +39,10 @@ ADAPTERS: Mapping[str, Rehearsed] = {
     "spark_prefill_dense": Rehearsed({"SPARK_PREFILL_TP_SPLIT": "1"}),
     # Two of the three chunks of the long prompt are 256 rows.
     "prefill_sp": Rehearsed({"DSV41_PREFILL_SP": "1", "DSV41_PREFILL_SP_MIN_ROWS": "128"}),
+    "hc_fused": Rehearsed(
+        {"DSV41_HC_FUSED": "1", "DSV41_HC_FUSED_MIN": "128"},
+        "the engine makes these statistics by hc_mix_stats_sinkhorn for CUDA tensors only",
+    ),
     "sm12x_dense_candidates": Rehearsed(
         {"DSV41_SM12X_DENSE": "1"}, "it acts where torch reports an SM12x GPU: any other boots without it"
     ),
