@@ -36,36 +36,39 @@ def draw(results: dict[str, Any], file: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    series: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    series: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in results["rows"]:
         if row["op"] == "prefill":
-            series[f"{row['mode']}, {row['transport']}"].append(row)
-    alone = [row for row in results["rows"] if row["op"] == "prefill parts"]
-    figure, axes = plt.subplots(1, 3, figsize=(16, 5), layout="constrained")
-    for index, (mode, rows) in enumerate(series.items()):
-        x, colour = [row["rows"] for row in rows], f"C{index}"
-        if rows[0]["mode"] != "stock":
-            axes[0].plot(x, [row["over_stock"] for row in rows], "o-", color=colour, label=mode)
-            axes[0].plot(x, [row["bound"] or float("nan") for row in rows], ":", color=colour, label=f"{mode}, bound")
-            axes[1].plot(
-                x, [row["row_part_over_stock"] for row in rows], "o-", color=colour, label=f"{mode}, with sums"
-            )
-        if all(row["peak_bytes"] for row in rows):
-            axes[2].plot(x, [row["peak_bytes"] / 2**20 for row in rows], "o-", color=colour, label=f"{mode}, peak")
-        axes[2].plot(x, [row["sent_bytes"] / 2**20 for row in rows], ":", color=colour, label=f"{mode}, sent")
-    for carrier in dict.fromkeys(row["transport"] for row in alone):
-        points = [(row["rows"], row["row_work_ratio"]) for row in alone if row["transport"] == carrier]
-        axes[1].plot(*zip(*points, strict=True), "k.-", label=f"row-local work alone ({carrier})")
-    titles = ("whole stack: stock / mode", "row part: stock / mode", "peak memory, bytes sent by a rank (MiB)")
+            series[row["transport"], row["mode"]].append(row)
+    modes = list(dict.fromkeys(mode for _, mode in series))
+    marks = dict(zip(dict.fromkeys(carrier for carrier, _ in series), "os^v", strict=False))
+    figure, axes = plt.subplots(1, 3, figsize=(16, 5.5), layout="constrained")
+    for (carrier, mode), rows in series.items():
+        x = [row["rows"] for row in rows]
+        style: dict[str, Any] = {"color": f"C{modes.index(mode)}", "marker": marks.get(carrier, ".")}
+        if mode != "stock":
+            axes[0].plot(x, [row["over_stock"] for row in rows], **style)
+            axes[0].plot(x, [row["bound"] or float("nan") for row in rows], linestyle=":", color=style["color"])
+            axes[1].plot(x, [row["row_part_over_stock"] for row in rows], **style)
+        axes[2].plot(x, [row["peak_bytes"] / 2**20 if row["peak_bytes"] else float("nan") for row in rows], **style,
+                     label=f"{mode}, {carrier}")  # fmt: skip
+        axes[2].plot(x, [row["sent_bytes"] / 2**20 for row in rows], linestyle=":", color=style["color"])
+    for carrier, mark in marks.items():
+        alone = [row for row in results["rows"] if row["op"] == "prefill parts" and row["transport"] == carrier]
+        axes[1].plot([row["rows"] for row in alone], [row["row_work_ratio"] for row in alone], f"k{mark}-")
+    titles = (
+        "whole stack: stock / mode (dotted: the bound)",
+        "row part: stock / mode (black: row-local work alone)",
+        "peak memory, and bytes sent by a rank (dotted), MiB",
+    )
     for axis, title in zip(axes, titles, strict=True):
-        axis.set(xscale="log", xlabel="rows", title=title)
+        axis.set(xlabel="rows", title=title)
         axis.set_xscale("log", base=2)
         axis.grid(True, which="both", alpha=0.3)
     axes[2].set(yscale="log")
     for axis in axes[:2]:
         axis.axhline(1.0, color="black", linewidth=0.8)
-    for axis in axes:
-        axis.legend(fontsize=7)
+    figure.legend(*axes[2].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     env, first = results["env"], results["rows"][0]
     where = f"{env['gpus'][0]} x{env['world_size']}" if env.get("gpus") else f"{env['world_size']} CPU ranks"
     what = f"{first['layers']} layers of hidden {first['hidden']}"

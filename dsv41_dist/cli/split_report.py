@@ -72,7 +72,7 @@ def draw(results: dict[str, Any], file: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(12, 6), layout="constrained")
     series: dict[tuple[str, int, int, str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in results["rows"]:
         series[row["layer"], row["n"], row["k"], row["dtype"], row["what"]].append(row)
@@ -94,8 +94,7 @@ def draw(results: dict[str, Any], file: str) -> None:
     )
     for axis in axes:
         axis.grid(True, which="both", alpha=0.3)
-    axes[0].legend(fontsize=6)
-    axes[1].legend(fontsize=6)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=7)
     env = results["env"]
     where = f"{env['gpus'][0]} x{env['world_size']}" if env.get("gpus") else f"{env['world_size']} CPU ranks"
     figure.suptitle(f"dsv41_dist bench split: {where}, torch {env['versions']['torch']}", fontsize="medium")
