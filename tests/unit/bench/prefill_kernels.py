@@ -57,7 +57,7 @@ def compile_for_sm90() -> None:
     for kernel, constants, warps in (
         (kernels._post, {"S": STREAMS, "BLOCK": 1024}, 4),
         (kernels._combine_norm, {"EPS": 1e-6, "S": STREAMS, "BLOCK": 8192}, 8),
-        (kernels._mix_parts, {"TILE": TILE, "PADDED": 32, "BLOCK": 128, "WIDE": False}, 4),
+        (kernels._mix_parts, {"TILE": TILE, "PADDED": 32, "BLOCK": 64, "WIDE": False}, 4),
         (kernels._mix_finish, sinkhorn, 1),
     ):
         signature = {
