@@ -1,10 +1,9 @@
-"""One rank of test_peer_transport: python -m tests.unit.peer_rank SCENARIO RANK WORLD PORT. Prints one JSON line."""
+"""One rank of test_peer_transport: python -m tests.unit.peer_rank SCENARIO,.. RANK WORLD PORT. Prints one JSON line."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from dsv41_dist.comm import reference
-from dsv41_dist.comm import transports as registry
 from dsv41_dist.comm.calibrate import Calibration, calibrate
 from dsv41_dist.comm.communicator import Communicator
 from dsv41_dist.comm.errors import ArgumentError, CommError, RankTimeout
@@ -24,17 +22,9 @@ from dsv41_dist.comm.settings import CommSettings
 
 from .kernels.peer_host import misaligned
 from .kernels.peer_process import HostPeerTransport, ProcessDevice
+from .stand_in_ranks import main
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def use_stand_in() -> None:
-    registry.TRANSPORTS["peer"] = ("tests.unit.kernels.peer_process", "HostPeerTransport")
-    original = registry.transport_class
-    choose = lambda name: HostPeerTransport if name == "peer" else original(name)  # noqa: E731
-    from dsv41_dist.comm import create
-
-    create.transport_class = choose
 
 
 def communicator(ranks: Ranks, timeout_s: float = 20.0, table: RouteTable | None = None) -> Communicator:
@@ -207,16 +197,5 @@ SCENARIOS = {
 }
 
 
-def main() -> None:
-    scenario, rank, world, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    use_stand_in()
-    result = SCENARIOS[scenario](Ranks.from_torch(device="cpu"))
-    print(json.dumps(result), flush=True)
-    dist.barrier()
-    os._exit(0)  # a scenario may leave threads that wait for a rank that is lost to them
-
-
 if __name__ == "__main__":
-    main()
+    main("peer", HostPeerTransport, SCENARIOS)

@@ -1,10 +1,6 @@
 """PeerTransport without a GPU: real processes, real votes, the real kernels on a CPU (kernels/peer_process.py)."""
 
-import json
 import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,34 +9,12 @@ from dsv41_dist.comm.errors import SettingsError
 from dsv41_dist.comm.ranks import Ranks
 from dsv41_dist.comm.transports import TRANSPORTS, transport_class
 from dsv41_dist.comm.transports.peer import PeerSettings, PeerTransport
+from tests.unit.stand_in_ranks import run_scenarios
 
 
 def run(scenario, world):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DSV41_PEER_MAX_MIB": "1"}
-    command = [sys.executable, "-m", "tests.unit.peer_rank", scenario]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(world)
-    ]
-    results = []
-    try:
-        for rank, process in enumerate(ranks):
-            out, err = process.communicate(timeout=90)
-            assert process.returncode == 0, f"rank {rank}: {err[-3000:]}"
-            results.append(json.loads(out.strip().splitlines()[-1]))
-    finally:
-        for process in ranks:
-            process.kill()
-    return results
+    environment = {**os.environ, "DSV41_PEER_MAX_MIB": "1"}
+    return run_scenarios("tests.unit.peer_rank", [scenario], world, environment)[scenario]
 
 
 @pytest.mark.parametrize("world", [2, 3])

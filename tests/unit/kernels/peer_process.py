@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import tempfile
 from typing import Any, ClassVar
@@ -14,6 +13,7 @@ import torch
 from dsv41_dist.comm.transports.peer import PeerTransport
 from dsv41_dist.kernels.peer import Args
 
+from ..stand_in_ranks import mapped
 from .peer_host import Launch, library, zeros
 
 
@@ -45,8 +45,7 @@ class ProcessDevice:
         return self._map(self._path)
 
     def _map(self, path: str) -> int:
-        with open(path, "r+b") as file:
-            held = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
+        held = mapped(path)
         self._maps.append(held)
         return held.ctypes.data
 

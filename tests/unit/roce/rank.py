@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 import warnings
 
@@ -12,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from dsv41_dist.comm import reference
-from dsv41_dist.comm import transports as registry
 from dsv41_dist.comm.communicator import Communicator
 from dsv41_dist.comm.errors import CommError, RankTimeout
 from dsv41_dist.comm.layout import Split
 from dsv41_dist.comm.ranks import Ranks
 from dsv41_dist.comm.settings import CommSettings
 
+from ..stand_in_ranks import main
 from .stand_in import Faults, HostRoceTransport
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -207,20 +206,5 @@ SCENARIOS = {
 }
 
 
-def main() -> None:
-    scenario, rank, world, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    torch.set_num_threads(1)
-    registry.TRANSPORTS["roce"] = ("tests.unit.roce.stand_in", "HostRoceTransport")
-    original = registry.transport_class
-    from dsv41_dist.comm import create
-
-    create.transport_class = lambda name: HostRoceTransport if name == "roce" else original(name)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    ranks = Ranks.from_torch(device="cpu")
-    print(json.dumps({name: SCENARIOS[name](ranks) for name in scenario.split(",")}), flush=True)
-    dist.barrier()
-    os._exit(0)  # a scenario may leave threads that wait for a rank that is lost to them
-
-
 if __name__ == "__main__":
-    main()
+    main("roce", HostRoceTransport, SCENARIOS)

@@ -7,7 +7,6 @@ permanent poison. What is not here: the NIC, the proxy (test_c_proxy.py runs the
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from typing import Any, ClassVar
@@ -21,6 +20,7 @@ from dsv41_dist.comm.errors import TransportUnavailable
 from dsv41_dist.comm.transports._roce_runtime import Library
 from dsv41_dist.comm.transports.roce import RoceTransport
 
+from ..stand_in_ranks import mapped
 from .fake_host import host
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -93,7 +93,7 @@ class RoceOneshotAllReduce:
         if failures:
             self.close()
             raise RuntimeError("RoCE all-reduce setup failed: " + "; ".join(failures))
-        self._regions = [_map(path) for _, path, _ in statuses]
+        self._regions = [mapped(path) for _, path, _ in statuses]
         verdicts = _exchange("the test breaks 'connect' here" if Faults.at == "connect" else None, exchange_group)
         os.unlink(self._path)
         failures = [f"rank {i}: {v}" for i, v in enumerate(verdicts) if v is not None]
@@ -319,11 +319,6 @@ class HostRoceTransport(RoceTransport):
 
     missing = staticmethod(lambda device: None)
     library = staticmethod(library)
-
-
-def _map(path: str) -> np.ndarray:
-    with open(path, "r+b") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
 
 
 __all__ = ["Faults", "HostRoceTransport", "host", "library"]

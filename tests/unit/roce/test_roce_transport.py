@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from dsv41_dist.comm.ranks import Ranks
 from dsv41_dist.comm.transports import TRANSPORTS, transport_class
 from dsv41_dist.comm.transports.roce import RoceTransport
 
+from ..stand_in_ranks import run_scenarios
 from .fake_host import ENV, host, set_ip, write
 
 
@@ -22,39 +20,15 @@ def run(tmp_path, scenarios, world=4, **extra):
     """The ranks' results: for each scenario the list of what they said, by rank."""
     for rank in range(world):
         host(tmp_path / f"host{rank}", rank)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("DSV41_", "B12X_", "NCCL_")) and k != "CC"}
     environment = {
         **clean,
-        "OMP_NUM_THREADS": "1",
         "PATH": f"{ENV['PATH']}:{os.environ['PATH']}",
         "DSV41_ROCE_ROOT": str(tmp_path / "host{rank}"),
         "DSV41_ROCE_MAX_MIB": "1",
         **extra,
     }
-    command = [sys.executable, "-m", "tests.unit.roce.rank", ",".join(scenarios)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(world)
-    ]
-    results = []
-    try:
-        for rank, process in enumerate(ranks):
-            out, err = process.communicate(timeout=90)
-            assert process.returncode == 0, f"rank {rank}: {err[-3000:]}"
-            results.append(json.loads(out.strip().splitlines()[-1]))
-    finally:
-        for process in ranks:
-            process.kill()
-    return {name: [result[name] for result in results] for name in scenarios}
+    return run_scenarios("tests.unit.roce.rank", scenarios, world, environment)
 
 
 @pytest.mark.parametrize("world", [2, 4])
