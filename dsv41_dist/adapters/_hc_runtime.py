@@ -140,7 +140,7 @@ class HcFused:
             self.state.notes.append(f"off for good at {at}: {self._check.reasons[size]}")
             return wanted
         assert chosen is not None
-        times = f"{chosen.fused_ms:.3f} ms against {chosen.stock_ms:.3f} ms"
+        times = f"{chosen.fused_ms:.3f} ms against {chosen.stock_ms:.3f} ms" if chosen.stock_ms else "not timed"
         faster = self._min_rows is not None or chosen.fused_ms < chosen.stock_ms
         if self.comm.agreement.agree(faster, label=f"hc_fused:faster:{size}"):
             self._plans[size] = chosen.plan

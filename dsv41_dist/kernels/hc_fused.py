@@ -27,19 +27,19 @@ MAX_ROWS = 65536  # row offsets are 32-bit in the kernel: 65536 x 20480 < 2^31
 
 
 class Plan(NamedTuple):
-    """How the pass is run; it changes the time and, as far as measured, no bit. Rows per program stay below 64, from
-    where Triton lowers tf32x3 to another instruction. `flat`: one loop over all tiles of K, which the compiler can
-    pipeline across slices, instead of a loop in a loop."""
+    """How the pass is run. Rows per program stay below 64, from where Triton lowers tf32x3 to another instruction.
+    `vectors`: wide loads and one loop over all tiles, with the order of the row sums written out for 64 columns and
+    bf16; otherwise the loops of the split form, whose bits it has whatever the compiler makes of them."""
 
     block_m: int
     num_stages: int
-    flat: bool
+    vectors: bool
 
     def __str__(self) -> str:
-        return f"{self.block_m} rows, {self.num_stages} stages, {'one loop' if self.flat else 'two loops'}"
+        return f"{self.block_m} rows, {self.num_stages} stages{', wide loads' if self.vectors else ''}"
 
 
-PLANS = (Plan(16, 1, False), Plan(32, 1, False), Plan(16, 3, True), Plan(32, 3, True))
+PLANS = (Plan(16, 1, False), Plan(32, 1, False), Plan(16, 3, True), Plan(32, 3, True), Plan(32, 4, True))
 
 
 def mix_sums(

@@ -184,14 +184,14 @@ def verdicts(rank, args):
     batch, out = BATCHES["ragged"], {}
     kernel = sys.modules["deep_gemm"].fp8_fp4_mqa_logits
 
-    def wrong(*args):
-        logits = kernel(*args)
+    def wrong(*args, **more):
+        logits = kernel(*args, **more)
         return -logits if len(logits) < len(batch.pos) else logits
 
-    def broken(*args):
+    def broken(*args, **more):
         if args[0][0].shape[0] < len(batch.pos):
             raise MemoryError("no room for the logits")
-        return kernel(*args)
+        return kernel(*args, **more)
 
     for name, fake, stable in (("wrong", wrong, True), ("broken", broken, True), ("unstable", kernel, False)):
         state = attached(args)

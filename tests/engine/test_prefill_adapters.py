@@ -1,4 +1,4 @@
-"""The indexer's adapters on real functions of three releases; prefill_adapters_probe.py runs in the engine's Python and
+"""The indexer's adapters and hc_fused on real functions of three releases; prefill_adapters_probe.py runs in the engine's Python and
 forks the ranks. GPU kernels are stand-ins (indexer_fakes.py)."""
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from dsv41_dist.engine.armed import enabled
 from dsv41_dist.engine.gates import Gates
 from tests.engine.real import HERE, RELEASES, engine_env, run_engine
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(500)
 SCENES = {
-    "0.5.21": ["sm12x:1", "scenarios:4"],
-    "0.5.22": ["sm12x:1", "scenarios:4"],
-    "0.5.23": ["sm12x:1", "scenarios:2", "scenarios:3", "scenarios:4", "verdicts:2", "never:2", "chunked:1"],
+    "0.5.21": ["sm12x:1", "scenarios:4", "hc_flow:1"],
+    "0.5.22": ["sm12x:1", "scenarios:4", "hc_flow:1"],
+    "0.5.23": [
+        *("sm12x:1", "scenarios:2", "scenarios:3", "scenarios:4", "verdicts:2", "never:2", "chunked:1"),
+        *("hc_bits:1", "hc_flow:2", "hc_differs:2"),
+    ],
 }
 GATES = {
     "DSV41_SM12X_DENSE": "1",
@@ -25,6 +28,8 @@ GATES = {
     "SPARK_PREFILL_MIN_ROWS": "8",
     "DSV41_INDEXER_CHUNKED": "1",
     "DSV41_INDEXER_BUDGET_MB": "16",
+    "DSV41_HC_FUSED": "1",
+    "DSV41_HC_FUSED_MIN": "4",
     "DSV41_COMM_TIMEOUT_S": "60",
 }
 
@@ -37,7 +42,7 @@ def probe(engine_python, published):
     def run(release: str, scene: str) -> list[dict]:
         if release not in seen:
             args = [str(HERE / "prefill_adapters_probe.py"), *SCENES[release]]
-            result = run_engine(engine_python, args, engine_env(published(release), **GATES), timeout=380)
+            result = run_engine(engine_python, args, engine_env(published(release), **GATES), timeout=480)
             assert result.returncode == 0, result.stderr[-4000:]
             seen[release] = json.loads(result.stdout.splitlines()[-1])
         return seen[release][scene]
@@ -213,3 +218,58 @@ def test_the_budget_knob_reaches_the_tilers_and_changes_no_pick(probe):
     assert state["native_flag"].startswith("always on")
     was = "_DEEP_GEMM_SCORE_BUDGET_BYTES 2048 MiB and _TORCH_SCORE_BUDGET_BYTES 1024 MiB"
     assert state["notes"] == [f"a row tile takes up to 16 MiB, not {was}"]
+
+
+# ---------- hc_fused ----------
+
+
+def test_every_plan_has_the_bits_of_the_engine_s_kernels(probe):
+    """In the interpreter, where the order inside a tile is the interpreter's: whole numbers make it irrelevant, and
+    show the order of the slices. tests/gpu/test_hc_fused_gpu.py has the same on a GPU, with random inputs."""
+    (out,) = probe("0.5.23", "hc_bits:1")
+    assert (out.pop("order shows"), out.pop("tree shows")) == (True, True)
+    plans = {"16 rows, 1 stages", "32 rows, 1 stages", "16 rows, 3 stages, wide loads", "32 rows, 3 stages, wide loads"}
+    plans.add("32 rows, 4 stages, wide loads")
+    for name, seen in out.items():
+        assert all(seen.values()), (name, seen)
+        wide = {plan for plan in plans if "wide" in plan}
+        assert set(seen) == {"random": {"16 rows, 1 stages"}, "tree": wide}.get(name, plans)
+    assert len(out) == 7
+
+
+@pytest.mark.parametrize(("release", "world"), [("0.5.21", 1), ("0.5.22", 1), ("0.5.23", 2)])
+def test_sizes_decide_at_their_first_prefill_call_and_nothing_else_enters(probe, release, world):
+    ranks = probe(release, f"hc_flow:{world}")
+    assert all(one == ranks[0] for one in ranks)
+    out = ranks[0]
+    assert out["gate"] == 4
+    stock, fused = [True, 0], [True, 1]
+    assert out["deciding, decided"] == [stock, fused]
+    for name in ("too few", "DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "outside a forward (draft stages)"):
+        assert out[name] == stock, name
+    assert out["capture"] == 0
+    # Two rows are below the gate, unless they are this rank's half of four.
+    assert out["shard of 2, deciding, decided"] == [stock, fused]
+    assert out["2 rows of their own"] == stock
+    assert out["no gate"] == stock
+    assert out["notes"] == [
+        "from 4 rows: fused, not timed (16 rows, 1 stages)",
+        "from 4 rows (2 on a rank): fused, not timed (16 rows, 1 stages)",
+    ]
+    assert out["calls"] == {"too few rows": 3, "no prefill": 4, "graph capture": 1}
+
+
+def test_a_bit_or_a_failure_on_one_rank_turns_it_off_for_good(probe):
+    ranks = probe("0.5.23", "hc_differs:2")
+    for name, reason in (("one bit", "2 of 64 bytes differ"), ("raises", "RuntimeError: no such instruction")):
+        for rank, one in enumerate(ranks):
+            same, fired, notes, calls = one[name]
+            assert (same, fired, calls) == ([True] * 3, 0, {"differs from stock": 2}), name
+            assert len(notes) == 1
+            assert notes[0].startswith("off for good at 4 rows: ")
+            assert (reason if rank == 1 else "another rank saw a difference") in notes[0]
+    # Ranks may run different plans, where both have the stock bits.
+    plans = [one["one plan is right"][2][0] for one in ranks]
+    assert [one["one plan is right"][:2] for one in ranks] == [[[True] * 3, 1]] * 2
+    assert plans[0].endswith("(16 rows, 1 stages)")
+    assert plans[1].endswith("(16 rows, 3 stages, wide loads)")
