@@ -5,6 +5,7 @@ from .block_verify import BlockVerify
 from .draft_main_proj import DraftMainProj
 from .draft_tau import DraftTau
 from .folded_result_fence import FoldedResultFence
+from .hc_fused import HcFusedAdapter
 from .indexer_chunked import IndexerChunked
 from .prefill_sp import PrefillSp
 from .replicated_split import ReplicatedSplit
@@ -29,4 +30,5 @@ REGISTRY: tuple[Adapter, ...] = (
     SM12xDenseCandidates(),
     IndexerChunked(),
     SparkPrefillDense(),
+    HcFusedAdapter(),
 )
