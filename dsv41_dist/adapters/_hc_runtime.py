@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,7 +82,7 @@ class HcFused:
         self._scope = _Scope()
 
     @contextmanager
-    def prefill(self) -> Iterator[None]:
+    def prefill(self) -> Generator[None]:
         """While open, on this thread, an eager prefill of the target model runs."""
         self._scope.prefill = True
         try:

@@ -8,7 +8,7 @@ split has shown the stock selection; otherwise it says so, counted with the reas
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,7 @@ class RowsOverRanks:
         self._scope = _Scope()
 
     @contextmanager
-    def layer(self, heads: int) -> Iterator[None]:
+    def layer(self, heads: int) -> Generator[None]:
         """While open, on this thread, the selections of one prefill layer with that many index heads are divided."""
         self._scope.heads = heads
         try:

@@ -160,7 +160,7 @@ def _not_this_call(backend: Any, indexer: Any, x: Any, mode: Any) -> str | None:
 def _cut(data: Any, window: slice) -> Any:
     """The operands of a window of rows. Requests keep their place and their context lengths, so that tiles are as wide
     as those of the whole chunk; one without rows in the window has none."""
-    import msgspec
+    import msgspec  # pyright: ignore[reportMissingImports]
 
     counts: list[int] = []
     start = 0
@@ -286,7 +286,7 @@ _window = _Window()
 def _own_chunks(original: Any) -> Any:
     def _score_chunks(*, request: Any, **rest: Any) -> Any:
         if _window.rows is not None:
-            import msgspec
+            import msgspec  # pyright: ignore[reportMissingImports]
             import torch
 
             _window.context = max(_window.context, request.lc)
@@ -325,7 +325,7 @@ def _torch_rows(original: Any, kind: str) -> Any:
             buffer[:rows].copy_(picks)
         if published is None:
             return None
-        import msgspec
+        import msgspec  # pyright: ignore[reportMissingImports]
 
         return msgspec.structs.replace(published, blocks=picked[-1])
 

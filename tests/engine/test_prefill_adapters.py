@@ -1,5 +1,6 @@
-"""The indexer's adapters and hc_fused on real functions of three releases; prefill_adapters_probe.py runs in the engine's
-Python and forks the ranks. GPU kernels of the indexer are stand-ins (indexer_fakes.py), those of hc_fused the engine's."""
+"""The indexer's adapters and hc_fused on real functions of three releases; prefill_adapters_probe.py runs in the
+engine's Python and forks the ranks. The indexer's GPU kernels are stand-ins (indexer_fakes.py), hc_fused meets the
+engine's own."""
 
 from __future__ import annotations
 
