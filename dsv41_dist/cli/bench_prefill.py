@@ -129,8 +129,12 @@ class _Chunk:
         hidden = stack.shape.hidden
         y = torch.zeros(self.rows, hidden, dtype=self.start.dtype, device=self.start.device)
         held = self.rows // world
+        x = self.start[:, 0].contiguous()
+        mine = RowScope(comm, self.rows, "fast").take(x)
         found: dict[str, Any] = {}
         for name, call in {
+            "engram_us": partial(stack.engram, x),
+            "engram_shard_us": partial(stack.engram, mine),
             "row_work_us": partial(stack.row_work, self.start, y),
             "row_work_shard_us": partial(stack.row_work, self.start[:held], y[:held]),
             "all_reduce_us": partial(comm.all_reduce, y, out=y, label="prefill:part"),
@@ -142,6 +146,8 @@ class _Chunk:
         nbytes = self.rows * (row_bytes(hidden) * len(stack.sublayers) + 2 * hidden * (STREAMS + 1))
         found |= {
             "row_work_ratio": round(ratio, 3),
+            "engram_ratio": round(found["engram_us"] / found["engram_shard_us"], 3),
+            "engram_differing": self._engram_differs(x, mine),
             "row_work_gbps": round(nbytes / found["row_work_us"] / 1e3, 2),
             "sublayer_flops": stack.shape.flops(self.rows, world) * stack.layers,
             "routes": {
@@ -151,13 +157,25 @@ class _Chunk:
             },
         }
         self._record("prefill parts", found)
+        bytes_of = {None: "not compared", 0: "the same bytes"}.get(found["engram_differing"], "other bytes")
         times = {name: found[f"{name}_us"] for name in found["routes"]}
         sums = ", ".join(f"{name} {us:.0f} us ({found['routes'][name]})" for name, us in times.items())
+        run.say(f"{self.rows:>7}  alone, over {self.carrier}: {sums}")
         run.say(
-            f"{self.rows:>7}  alone, over {self.carrier}: {sums}; row-local work {found['row_work_us']:.0f} us on all "
-            f"rows ({found['row_work_gbps']:.0f} GB/s), {found['row_work_shard_us']:.0f} us on 1/{world}: {ratio:.2f}x"
+            f"{'':>7}  row-local work {found['row_work_us']:.0f} us on all rows ({found['row_work_gbps']:.0f} GB/s), "
+            f"{found['row_work_shard_us']:.0f} us on 1/{world}: {ratio:.2f}x; Engram's projection "
+            f"{found['engram_us']:.0f} and {found['engram_shard_us']:.0f} us: {found['engram_ratio']:.2f}x, {bytes_of}"
         )
         return found
+
+    def _engram_differs(self, x: torch.Tensor, mine: torch.Tensor) -> int | None:
+        """Elements of the shards' projection that differ from the whole one's in a byte, over all ranks. Not an error:
+        a product of fewer rows may take another kernel, which is why prefill_sp checks it before it shards it."""
+        if not self.run.plan.check:
+            return None
+        whole = RowScope(self.comm, self.rows, "fast").take(self.stack.engram(x))
+        differ = byte_differences(self.stack.engram(mine), whole)
+        return sum(self.run.comm.agreement.gather(differ, label="prefill:engram"))
 
     def _record(self, op: str, found: dict[str, Any]) -> dict[str, Any]:
         stack, run = self.stack, self.run

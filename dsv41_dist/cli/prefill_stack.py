@@ -134,6 +134,7 @@ class Stack:
         self.sublayers: list[_Sublayer] = []
         device, rank = comm.ranks.device, comm.ranks.rank
         self.norm = torch.ones(shape.hidden, dtype=torch.bfloat16, device=device)
+        self.wkv = _Random(7, device)(5 * shape.hidden, shape.hidden)  # Engram's, replicated; not part of a pass
         for kind in (_Attention, _Moe) * layers:
             seed = 1000 * len(self.sublayers)
             shared, own = _Random(seed, device), _Random(seed + 1 + rank, device)
@@ -173,6 +174,10 @@ class Stack:
             held = post(held, y, po, co)
         out = combine_norm(held, pre, self.norm)  # what the exit gathers: a quarter of the residual's bytes
         return Result(out if scope is None else scope.gather(out, label="prefill:out"), held)
+
+    def engram(self, x: torch.Tensor) -> torch.Tensor:
+        """Engram's projection, [rows, H] -> [rows, 5 H]: row-local, and the one large product that is."""
+        return torch.nn.functional.linear(x, self.wkv)
 
     def row_work(self, held: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The row-local work of a pass alone, no products, no collectives. y: [held, H], what every sublayer gave."""

@@ -73,6 +73,8 @@ def test_exact_has_the_bytes_of_stock_and_sends_what_it_must(tmp_path):
     (parts,) = [row for row in rows if row["op"] == "prefill parts"]
     assert parts["row_work_ratio"] == pytest.approx(parts["row_work_us"] / parts["row_work_shard_us"], abs=1e-3)
     assert set(parts["routes"].values()) == {"process_group"}
+    assert parts["engram_ratio"] == pytest.approx(parts["engram_us"] / parts["engram_shard_us"], abs=1e-3)
+    assert parts["engram_differing"] >= 0
 
 
 def test_verify_of_a_real_process(tmp_path):
