@@ -1,3 +1,0 @@
-from . import functional
-
-__all__ = ["functional"]
