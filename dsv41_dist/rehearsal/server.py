@@ -61,6 +61,9 @@ def with_engine(arguments: dict[str, Any], work: Callable[[Engine], Awaitable[No
 
 def over_http(arguments: dict[str, Any], work: Callable[[Engine], Awaitable[None]]) -> None:
     """Start the HTTP server, run `work` from a thread of this process over its own port, and end the process."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # as `python -m sglang.launch_server` does, before it looks at the machine
     _without_soundfile()
     from sglang.srt.entrypoints import http_server
     from sglang.srt.server_args import ServerArgs
