@@ -16,7 +16,9 @@ __all__ = ["launch_combine_norm", "launch_mix", "launch_post"]
 
 # The interpreter's dot has no bf16; float32 holds both operands exactly.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_BLOCK_K = 64  # 3 stages of 20 KiB: three programs to an SM
+# No software pipeline: with two stages or more Triton 3.6's pipelined wgmma of one operand in three products overwrote it
+# while it was still read, on an H200; 1 in 500 sums differed from run to run.
+_STAGES = 1
 _TILE, _PADDED, _ITERATIONS, _EPS = 64, 32, 20, 1e-6
 
 
@@ -135,7 +137,8 @@ def launch_mix(residual: torch.Tensor, mixer: Mixer) -> tuple[torch.Tensor, torc
     """See prefill_rows.mix. K is cut into 8 slices where that gives whole blocks, so that few rows fill the GPU too."""
     rows, streams, hidden = residual.shape
     k = streams * hidden
-    slices = 8 if k % (8 * _BLOCK_K) == 0 else 1
+    block = 128 if k % 128 == 0 else 64
+    slices = 8 if k % (8 * block) == 0 else 1
     floats = {"dtype": torch.float32, "device": residual.device}
     sums = torch.empty(slices, rows, _PADDED, **floats)
     squares = torch.empty(slices, rows, **floats)
@@ -144,7 +147,7 @@ def launch_mix(residual: torch.Tensor, mixer: Mixer) -> tuple[torch.Tensor, torc
     tiles = rows // _TILE
     _mix_parts[(tiles, slices)](
         residual, mixer.parts, sums, squares, rows, k, k // slices,
-        TILE=_TILE, PADDED=_PADDED, BLOCK=_BLOCK_K, WIDE=_INTERPRETED, num_warps=4, num_stages=3,
+        TILE=_TILE, PADDED=_PADDED, BLOCK=block, WIDE=_INTERPRETED, num_warps=4, num_stages=_STAGES,
     )  # fmt: skip
     _mix_finish[(tiles,)](
         sums, squares, mixer.scale, mixer.base, pre, po, co, rows, k,

@@ -134,7 +134,7 @@ def drive(mhc, runtime) -> dict:
     from dsv41_dist.engine.state import AdapterState
 
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
-    dist.init_process_group("gloo")
+    dist.init_process_group("nccl")
     state = AdapterState("hc_fused", "bit-identical")
     comm = Communicator.create(Ranks.from_torch(device="cuda"))
     fused = runtime.HcFused(comm, state, mhc, None)
