@@ -26,7 +26,7 @@ BATCHES = {
     "ragged": Batch([17, 40, 3, 9], [301, 100, 512, 10]),
     "empty requests": Batch([17, 0, 40, 0, 3], [600, 100, 181, 1, 18]),
     "one request": Batch([70], [1000]),
-    "from the first token": Batch([6, 33], [6, 33]),
+    "from the first token": Batch([24, 24], [96, 24]),
     "nothing visible yet": Batch([1, 20, 1], [1, 40, 1]),
 }
 BUDGETS = {"smallest tile": 1, "single tile": 1 << 30, "several tiles": 1 << 14}

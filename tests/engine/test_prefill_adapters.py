@@ -135,7 +135,7 @@ ROWS = {
     "ragged": (69, 18),
     "empty requests": (60, 13),
     "one request": (70, 5),
-    "from the first token": (39, 10),
+    "from the first token": (48, 10),
     "nothing visible yet": (22, 7),
 }
 
