@@ -46,7 +46,7 @@ def test_children_are_armed_too():
         ({"DSV41_FOLDED_FENCE": "maybe"}, ["DSV41_FOLDED_FENCE='maybe'", "allowed is 1/on/true"]),
         ({"DSV41_FOLDED_FENSE": "1"}, ["DSV41_FOLDED_FENSE='1'", "DSV41_FOLDED_FENCE"]),
         ({"SPARK_PREFILL_TP": "0"}, ["SPARK_PREFILL_TP='0'", "SPARK_PREFILL_TP_SPLIT"]),
-        ({"DSV41_HC_FUSED": "1"}, ["turns on hc_fused", "does not have"]),
+        ({"DSV41_L2_PREFETCH": "1"}, ["turns on l2_prefetch", "does not have"]),
     ],
 )
 def test_a_gate_that_cannot_be_honoured_ends_the_interpreter(env, words):
