@@ -129,6 +129,8 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     else:
+        if code == 130:  # newer typer turns the interrupt into an exit of its own
+            print("interrupted", file=sys.stderr)
         raise SystemExit(code or 0)
     rank = next((os.environ[n] for n in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if n in os.environ), "0")
     if not rank.isdigit() or rank == "0":
