@@ -5,6 +5,7 @@ experts' arithmetic is plain torch, in which every row depends on the rows befor
 from __future__ import annotations
 
 import contextlib
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,8 @@ from sglang.srt.runtime_context import get_parallel
 
 from dsv41_dist.adapters import prefill_sp
 
-HIDDEN, STREAMS, VOCAB, LAYERS, ENGRAM_LAYER = 64, 4, 97, 4, 1
+HIDDEN = int(os.environ.get("PREFILL_HIDDEN", "64"))  # 5120 on a GPU, whose kernels are made for the published width
+STREAMS, VOCAB, LAYERS, ENGRAM_LAYER = 4, 97, 4, 1
 
 
 def stand_ins() -> None:
@@ -55,7 +57,9 @@ def stand_ins() -> None:
 
 
 def draw(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    """The same normal values on every device."""
+    drawn = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu") * scale
+    return drawn.to(torch.get_default_device())
 
 
 def _attention(self, x, positions, forward_batch, x_quant=None, defer_all_reduce=False):
