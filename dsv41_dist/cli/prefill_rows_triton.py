@@ -16,7 +16,7 @@ __all__ = ["launch_combine_norm", "launch_mix", "launch_post"]
 
 # The interpreter's dot has no bf16; float32 holds both operands exactly.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# No software pipeline: with more than one stage Triton 3.6's wgmma of tiles of 64 rows raced on an H200, and about 1 in 500
+# No software pipeline: with more than one stage Triton 3.6 wgmma of 64-row tiles raced on an H200, and about 1 in 500
 # sums differed from run to run. One stage did not in any run.
 _STAGES = 1
 _TILE, _PADDED, _ITERATIONS, _EPS = 64, 32, 20, 1e-6
