@@ -115,9 +115,9 @@ def test_it_reads_without_importing_and_in_less_than_five_seconds(published):
 
 def test_bad_and_unserved_gates_are_refused(published):
     engine = ["--engine", str(published("0.5.23"))]
-    for env in ({"DSV41_FOLDED_FENCE": "x"}, {"DSV41_NOPE": "1"}, {"DSV41_HC_FUSED": "1"}):
+    for env in ({"DSV41_FOLDED_FENCE": "x"}, {"DSV41_NOPE": "1"}, {"DSV41_L2_PREFETCH": "1"}):
         assert call(doctor, *engine, env=env).exit_code == 1
-    assert "hc_fused" in call(doctor, *engine, env={"DSV41_HC_FUSED": "1"}).output.split("planned, not")[0]
+    assert "l2_prefetch" in call(doctor, *engine, env={"DSV41_L2_PREFETCH": "1"}).output.split("planned, not")[0]
 
 
 def test_no_engine_is_a_usage_error(tmp_path):
