@@ -90,21 +90,28 @@ class Prefill:
         self._say()
 
     def run(
-        self, loop: Loop, model: Any, positions: torch.Tensor, box: list[torch.Tensor], rest: tuple[Any, ...]
+        self,
+        stock: Loop,
+        loop: Loop,
+        model: Any,
+        positions: torch.Tensor,
+        box: list[torch.Tensor],
+        rest: tuple[Any, ...],
     ) -> Any:
         """The engine's loop over the layers, on shards where this chunk can be sharded.
 
-        box: the only reference to the layers' input [rows, streams, hidden], which the loop frees early. rest: forward
-        batch, ids, global ids, whether rows are captured for the draft, and where to.
+        stock: the loop as it is; loop: as it runs on shards (the same, or with its row counts rewritten). box: the
+        only reference to the layers' input [rows, streams, hidden], which the loop frees early. rest: forward batch,
+        ids, global ids, whether rows are captured for the draft, and where to.
         """
         batch, input_ids, ids_global, captures, aux = rest
         if not is_prefill(batch):
-            return loop(model, positions, box.pop(), *rest)
+            return stock(model, positions, box.pop(), *rest)
         why = chunk_refusal(box[0], input_ids, batch, self.comm.ranks.size, self.options.min_rows)
         if why is not None:
             self.stock[why] = self.stock.get(why, 0) + 1
             self._say()
-            return loop(model, positions, box.pop(), *rest)
+            return stock(model, positions, box.pop(), *rest)
         rows = box[0].shape[0]
         scope = RowScope(self.comm, rows, self.options.mode, all_reduce=self.all_reduce)
         chunk = Chunk(self, scope, self._has_tail(model), self._debug_of_chunk())

@@ -212,7 +212,7 @@ def _loop(original: Any, rewrite: bool) -> Any:
         prefill = self.__dict__.get(_SP)
         if prefill is None:
             return original(self, positions, box.pop(), *rest)
-        return prefill.run(inner, self, positions, box, rest)
+        return prefill.run(original, inner, self, positions, box, rest)
 
     return run
 
