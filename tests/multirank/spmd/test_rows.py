@@ -4,7 +4,7 @@ sums where it does not."""
 import pytest
 import torch
 
-from dsv41_dist.comm import ArgumentError, CannotSplit, LayoutError, RowScope, reference
+from dsv41_dist.comm import ArgumentError, CannotSplit, LayoutError, MismatchError, RowScope, reference
 from dsv41_dist.comm.patterns import byte_pattern, reduce_expected, reduce_pattern, wrong_elements
 
 MODES = ("exact", "fast", "comm")
@@ -103,6 +103,17 @@ def test_what_cannot_be_split_is_a_value_with_a_reason(comm):
     assert "not a multiple" in str(plan)
     with pytest.raises(LayoutError, match="not a multiple"):
         RowScope(comm, rows, "fast")
+
+
+def test_checked_mode_names_a_rank_in_another_mode(checked):
+    size, rank = checked.ranks.size, checked.ranks.rank
+    x = torch.ones(2 * size, 3)
+    if size > 1:
+        scope = RowScope(checked, 2 * size, "exact" if rank == size - 1 else "fast")
+        with pytest.raises(MismatchError, match="all_reduce"):
+            scope.scatter(x.clone(), label="sum")
+    # The group is usable after the refusal.
+    assert RowScope(checked, 2 * size, "fast").scatter(x.clone(), label="sum").tolist() == [[size] * 3] * 2
 
 
 def test_wrong_heights_and_modes_are_named(comm):
