@@ -63,7 +63,7 @@ GATES: tuple[Gate, ...] = (
     Gate("DSV41_ONESHOT", Choice(("auto", "roce", "peer", "off")), "auto", "comm", "Which one-shot transport serves small collectives."),
     Gate("DSV41_MOE_B12X_NEXT", _F, False, "moe_b12x_next", "Routed experts on b12x instead of the FlashInfer MXFP4 path.", True),
     Gate("DSV41_HC_FUSED", _F, False, "hc_fused", "Hyper-connection mix statistics in one pass over K.", True),
-    Gate("DSV41_HC_FUSED_MIN", Int(1, 1 << 20, "rows"), None, "hc_fused", "Rows from which the fused pass runs; unset takes the device's threshold."),
+    Gate("DSV41_HC_FUSED_MIN", Int(1, 1 << 20, "rows"), None, "hc_fused", "Rows from which the fused pass runs; unset measures each power of two from 512 on."),
     Gate("DSV41_PREFILL_SP", Choice(("0", "1", "comm")), "0", "prefill_sp", "Sequence parallel prefill; comm swaps only the collectives.", True),
     Gate("DSV41_PREFILL_SP_EXACT", _F, False, "prefill_sp", "Keep the all-reduce, so that results are bit-identical to stock."),
     Gate("DSV41_PREFILL_SP_MIN_ROWS", Int(1, 1 << 20, "rows"), 2048, "prefill_sp", "Smallest chunk that is sharded."),
