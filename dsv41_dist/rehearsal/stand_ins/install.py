@@ -119,6 +119,7 @@ def install() -> None:
     after.add("sglang.kernels.ops.quantization.fp4_indexer_quant", _index_codes)
     after.add("sglang.kernels.ops.kvcache.dsv4_fp4_index_k_cache", _index_cache)
     after.add("sglang.kernels.ops.attention.dsv4.fp4_indexer", _index_logits)
+    after.add("sglang.srt.layers.attention.dsv4.v41_indexer", _no_capability)
     after.add("sglang.srt.layers.moe.topk", route_as_on_cuda)
     after.add("sglang.kernels.ops.moe.moe_fused_gate", by_one_program)
     after.add("dsv41_dist.adapters._router_live_source", _live_router)
@@ -233,6 +234,16 @@ def _mhc(module: Any) -> None:
     _replace(module, "hc_split_sinkhorn", hc_split_sinkhorn)
     # 0.5.21 and 0.5.22 have it under another name.
     _replace(module, "mhc_combine" if hasattr(module, "mhc_combine") else "hc_combine", mhc_combine)
+
+
+def _no_capability(module: Any) -> None:
+    if "is_cuda" in vars(module):
+        return
+
+    def is_sm100_or_newer() -> bool:
+        return False  # 0.5.21 asks torch for the GPU's; later releases answer so where the platform is not CUDA
+
+    _replace(module, "is_sm100_or_newer", is_sm100_or_newer)
 
 
 def _gather(module: Any) -> None:
