@@ -1,5 +1,7 @@
 """The parts of the command line that are plain functions."""
 
+import os
+
 import pytest
 
 from dsv41_dist.cli.bench import compare_with_baseline, parse_size
@@ -82,3 +84,16 @@ def test_launchers_are_found_in_the_environment():
         choose_place(4, torchrun)
     with pytest.raises(ArgumentError, match="mixed launchers"):
         choose_place(None, {**torchrun, "PMIX_RANK": "0"})
+
+
+def test_a_guarantee_is_that_of_the_gates_that_are_rehearsed(monkeypatch):
+    from dsv41_dist.adapters import REGISTRY, Guarantee
+    from dsv41_dist.cli.rehearse import _guarantees
+
+    monkeypatch.setenv("DSV41_PREFILL_SP", "comm")
+    adapters = [adapter for adapter in REGISTRY if adapter.name == "prefill_sp"]
+    exact = {"DSV41_PREFILL_SP": "1", "DSV41_PREFILL_SP_EXACT": "1"}
+    assert _guarantees(adapters, exact) == {Guarantee.BIT_IDENTICAL}
+    assert _guarantees(adapters, {"DSV41_PREFILL_SP": "1"}) == {Guarantee.REORDERED_SUM}
+    assert os.environ["DSV41_PREFILL_SP"] == "comm"
+    assert "DSV41_PREFILL_SP_EXACT" not in os.environ
