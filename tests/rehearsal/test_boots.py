@@ -86,7 +86,7 @@ def test_any_changed_token_of_the_prompt_changes_the_text(rehearsals):
 @pytest.mark.parametrize("layer", range(6))
 def test_every_layer_and_every_ranks_shard_count(rehearsals, tmp_path, layer):
     """One head of one layer asks the opposite question. At TP4 head r is rank r's, and no other's."""
-    what = {"tp": 4 if layer < 4 else 1, "stages": (Stage("three", default_stages(long=False)[0].prompts[4:7], 8),)}
+    what = {"tp": 4 if layer < 4 else 1, "stages": (Stage("three", default_stages(long=False)[0].prompts[4:7], 24),)}
     head = layer % 4
     rows = range(512 * head, 512 * (head + 1))
     other = rehearsals.with_flipped(tmp_path / "flipped", f"layers.{layer}.attn.wq_b.weight", rows)
