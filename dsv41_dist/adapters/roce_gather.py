@@ -36,6 +36,7 @@ class RoceGather(Adapter):
     targets = (
         Target(_PARALLEL, "GroupCoordinator.all_gather"),
         Target(_PARALLEL, "GroupCoordinator._all_gather_into_tensor"),
+        Target(_PARALLEL, "GroupCoordinator.all_gatherv"),
         Target(_PARALLEL, "GroupCoordinator._resolve_outplace_all_reduce_method"),
         Target(_PARALLEL, "GroupCoordinator._all_reduce_out_place"),
         Target(_PARALLEL, "GroupCoordinator.destroy"),
@@ -67,6 +68,7 @@ class RoceGather(Adapter):
         makers = {
             "GroupCoordinator.all_gather": runtime.all_gather,
             "GroupCoordinator._all_gather_into_tensor": runtime.all_gather_into_tensor,
+            "GroupCoordinator.all_gatherv": runtime.all_gatherv,
             "GroupCoordinator._resolve_outplace_all_reduce_method": runtime.resolve,
             "GroupCoordinator._all_reduce_out_place": runtime.all_reduce,
             "GroupCoordinator.destroy": runtime.destroy,
@@ -194,6 +196,15 @@ class _Collectives:
             return None
 
         return _all_gather_into_tensor
+
+    def all_gatherv(self, original: Any) -> Any:
+        def all_gatherv(group: Any, input_: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._serves("all_gather", group):
+                for x in input_ if isinstance(input_, list) else [input_]:
+                    self._count("all_gather", "uneven", x)
+            return original(group, input_, *args, **kwargs)
+
+        return all_gatherv
 
     def resolve(self, original: Any) -> Any:
         def _resolve_outplace_all_reduce_method(group: Any, input_: Any, *args: Any, **kwargs: Any) -> Any:
