@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from ..comm import Communicator
     from ..engine.state import AdapterState
 
-__all__ = ["Shared", "communicator", "declined", "exchanged", "forget", "shared"]
+__all__ = ["Shared", "communicator", "declined", "exchanged", "forget", "other_rows", "shared"]
 
-_TODO = "Set DSV41_ONESHOT=auto to serve without it, or put right what `python -m dsv41_dist preflight` shows."
+_ADVICE = "Set DSV41_ONESHOT=auto to serve without it, or put right what `python -m dsv41_dist preflight` shows."
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def shared(tp_group: Any, state: AdapterState) -> Shared:
             reason = next((str(one.message) for one in said if repr(name) in str(one.message)), "see rank 0")
         if wanted not in ("auto", "off"):
             comm.close()
-            refuse(f"{state.name}: DSV41_ONESHOT={wanted}, and {reason}", _TODO)
+            refuse(f"{state.name}: DSV41_ONESHOT={wanted}, and {reason}", _ADVICE)
     transport = comm.transports.get(name)
     if transport is not None:
         memory = getattr(transport, "memory_bytes", None) or getattr(getattr(transport, "layout", None), "nbytes", 0)
@@ -93,8 +93,8 @@ def _by_hosts(ranks: Any) -> str:
     return "peer" if len(set(hosts)) == 1 else "roce"
 
 
-def declined(runner: Any) -> str | None:
-    """Why no layer of this ModelRunner can be split, or None. Only from what the ranks have in common."""
+def other_rows() -> str | None:
+    """Why the ranks of the TP group do not all run the same rows, or None."""
     from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMissingImports]
 
     parallel = get_parallel()
@@ -103,6 +103,14 @@ def declined(runner: Any) -> str | None:
     for name in ("attn_dp_size", "attn_cp_size"):
         if getattr(parallel, name) != 1:
             return f"{name} is {getattr(parallel, name)}: the ranks do not run the same rows"
+    return None
+
+
+def declined(runner: Any) -> str | None:
+    """Why no layer of this ModelRunner can be split, or None. Only from what the ranks have in common."""
+    why = other_rows()
+    if why is not None:
+        return why
     args = runner.server_args
     if args.enable_lora or args.lora_paths:
         return "LoRA wraps linear layers and reads their weights"

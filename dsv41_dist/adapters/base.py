@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from ..engine.hook import Patch
 from ..engine.state import AdapterState
 from ..engine.symbols import Target
 
-__all__ = ["Adapter", "AdapterState", "Guarantee", "Patch", "Target"]
+__all__ = ["Adapter", "AdapterState", "Guarantee", "Patch", "Target", "after_load"]
 
 
 class Guarantee(StrEnum):
@@ -51,3 +51,17 @@ class Adapter:
         Any exception refuses the process. What runs later and needs torch is imported here, not at the top.
         """
         raise NotImplementedError
+
+
+def after_load(attach: Callable[[Any, AdapterState], None], state: AdapterState) -> Callable[[Any], Any]:
+    """The wrapper of `ModelRunner.load_model` that calls `attach(runner, state)` once the weights are there."""
+
+    def wrap(original: Any) -> Any:
+        def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(runner, *args, **kwargs)
+            attach(runner, state)
+            return result
+
+        return load_model
+
+    return wrap

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Adapter, AdapterState, Guarantee, Patch, Target
+from .base import Adapter, AdapterState, Guarantee, Patch, Target, after_load
 
 __all__ = ["DraftMainProj", "attach"]
 
@@ -50,7 +50,7 @@ class DraftMainProj(Adapter):
             _refuse_side_stream(patch.release)
             patch.wrap(f"{_MODEL}.project_target_hidden", lambda original: _project(original, patch.state))
         else:
-            patch.wrap("ModelRunner.load_model", lambda original: _load_model(original, patch.state))
+            patch.wrap("ModelRunner.load_model", after_load(attach, patch.state))
 
 
 def _refuse_side_stream(release: str) -> None:
@@ -77,15 +77,6 @@ def _project(original: Any, state: AdapterState) -> Any:
         return self.stages[0].main_norm(proj(main_hidden))
 
     return project_target_hidden
-
-
-def _load_model(original: Any, state: AdapterState) -> Any:
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        attach(self, state)
-        return result
-
-    return load_model
 
 
 def attach(runner: Any, state: AdapterState) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .base import Adapter, AdapterState, Guarantee, Patch, Target
+from .base import Adapter, AdapterState, Guarantee, Patch, Target, after_load
 
 if TYPE_CHECKING:
     from ._hc_runtime import HcFused
@@ -51,20 +51,11 @@ class HcFusedAdapter(Adapter):
 
     def install(self, patch: Patch) -> None:
         if patch.module.__name__ == _RUNNER:
-            patch.wrap("ModelRunner.load_model", lambda original: _load_model(original, patch.state))
+            patch.wrap("ModelRunner.load_model", after_load(attach, patch.state))
         elif patch.module.__name__ == _MODEL:
             patch.wrap("DeepseekV4Model.forward", _forward)
         else:
             patch.wrap("hc_mix_stats_sinkhorn", _stats)
-
-
-def _load_model(original: Any, state: AdapterState) -> Any:
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        attach(self, state)
-        return result
-
-    return load_model
 
 
 def attach(runner: Any, state: AdapterState) -> None:

@@ -20,7 +20,7 @@ import inspect
 import os
 from typing import Any
 
-from .base import Adapter, AdapterState, Guarantee, Patch, Target
+from .base import Adapter, AdapterState, Guarantee, Patch, Target, after_load
 
 __all__ = ["PrefillSp", "attach", "attach_model"]
 
@@ -149,20 +149,11 @@ class PrefillSp(Adapter):
             elif qualname in _LAUNCHERS.get(module, ()):
                 patch.wrap(qualname, _launcher)
             elif qualname == "ModelRunner.load_model":
-                patch.wrap(qualname, lambda original: _load_model(original, patch.state))
+                patch.wrap(qualname, after_load(attach, patch.state))
             elif qualname == _LOOP:
                 patch.wrap(qualname, lambda original: _loop(original, rewrite=patch.release not in _23))
             else:
                 patch.wrap(qualname, _WRAPPERS[qualname.rpartition(".")[2]])
-
-
-def _load_model(original: Any, state: AdapterState) -> Any:
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        attach(self, state)
-        return result
-
-    return load_model
 
 
 def attach(runner: Any, state: AdapterState) -> None:

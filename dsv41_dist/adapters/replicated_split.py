@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .base import Adapter, AdapterState, Guarantee, Patch, Target
+from .base import Adapter, AdapterState, Guarantee, Patch, Target, after_load
 
 if TYPE_CHECKING:
     from ._split_linear import SplitOptions
@@ -54,7 +54,7 @@ class ReplicatedSplit(Adapter):
         if patch.module.__name__ == _LINEAR:
             patch.wrap("ReplicatedLinear.forward", _forward)
         else:
-            patch.wrap("ModelRunner.load_model", lambda original: _load_model(original, patch.state))
+            patch.wrap("ModelRunner.load_model", after_load(attach, patch.state))
 
 
 def _forward(original: Any) -> Any:
@@ -63,15 +63,6 @@ def _forward(original: Any) -> Any:
         return original(self, x) if split is None else split.forward(original, x)
 
     return forward
-
-
-def _load_model(original: Any, state: AdapterState) -> Any:
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        attach(self, state)
-        return result
-
-    return load_model
 
 
 def attach(runner: Any, state: AdapterState) -> None:

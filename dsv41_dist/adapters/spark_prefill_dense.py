@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from .base import Adapter, AdapterState, Guarantee, Patch, Target
+from .base import Adapter, AdapterState, Guarantee, Patch, Target, after_load
 
 if TYPE_CHECKING:
     from ._prefill_rows import RowsOverRanks, Selection
@@ -69,7 +69,7 @@ class SparkPrefillDense(Adapter):
 
     def install(self, patch: Patch) -> None:
         wrappers = {
-            "ModelRunner.load_model": lambda original: _load_model(original, patch.state),
+            "ModelRunner.load_model": after_load(attach, patch.state),
             "DeepseekV4AttnBackend._low_ratio_index_topk": _layer,
             "dense_prefill_topk": _full_topk,
             "score_tiles": _tiles,
@@ -86,36 +86,21 @@ class SparkPrefillDense(Adapter):
             patch.wrap(qualname, wrappers[qualname])
 
 
-def _load_model(original: Any, state: AdapterState) -> Any:
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        attach(self, state)
-        return result
-
-    return load_model
-
-
 def attach(runner: Any, state: AdapterState) -> None:
     """Divide the prefill rows of this ModelRunner's indexer. Collective over its TP group."""
     global _rows
     if runner.is_draft_worker:
         return
-    from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMissingImports]
+    from ._split_group import communicator, other_rows
 
-    parallel = get_parallel()
-    if parallel.tp_size < 2:
-        state.notes.append("nothing is split: the TP group has one rank")
+    why = other_rows()
+    if why is not None:
+        state.notes.append(f"nothing is split: {why}")
         return
-    for name in ("attn_dp_size", "attn_cp_size"):
-        if getattr(parallel, name) != 1:
-            size = getattr(parallel, name)
-            state.notes.append(f"nothing is split: {name} is {size}, the ranks do not select for the same rows")
-            return
     from sglang.srt.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
 
     from ..engine.gates import Gates
     from ._prefill_rows import RowsOverRanks
-    from ._split_group import communicator
 
     _rows = RowsOverRanks(communicator(get_tp_group(), state), state, Gates.from_env()["SPARK_PREFILL_MIN_ROWS"])
 

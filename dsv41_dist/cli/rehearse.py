@@ -25,7 +25,7 @@ from ..rehearsal.verdict import Outcome, compare
 
 __all__ = ["engine_python", "engine_tree", "parse_gates", "rehearse"]
 
-_TODO = "run launch/engine_env.sh once (launch/rehearse.sh does), or set DSV41_ENGINE_PYTHON"
+_ADVICE = "run launch/engine_env.sh once (launch/rehearse.sh does), or set DSV41_ENGINE_PYTHON"
 
 
 def rehearse(
@@ -149,9 +149,9 @@ def engine_python() -> str:
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     except OSError as error:
-        raise ArgumentError(f"no interpreter with the engine at {python} ({error}): {_TODO}") from None
+        raise ArgumentError(f"no interpreter with the engine at {python} ({error}): {_ADVICE}") from None
     if done.returncode or done.stdout.strip():
-        raise ArgumentError(f"{python} lacks {done.stdout.strip() or done.stderr.strip()[-200:]}: {_TODO}")
+        raise ArgumentError(f"{python} lacks {done.stdout.strip() or done.stderr.strip()[-200:]}: {_ADVICE}")
     return python
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 __all__ = ["install"]
 
+PACKAGES = ("sgl_kernel", "deep_gemm", "vllm", "flashinfer", "tilelang")
+
 
 class _Absent(ModuleType):
     def __init__(self, name: str) -> None:
@@ -52,8 +54,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def install(*names: str) -> list[str]:
-    """Stand in for those of `names` that cannot be found; returns them."""
-    lacking = tuple(name for name in names if importlib.util.find_spec(name) is None)
+def install() -> list[str]:
+    """Stand in for those of PACKAGES that cannot be found; returns them."""
+    lacking = tuple(name for name in PACKAGES if importlib.util.find_spec(name) is None)
     sys.meta_path.append(_Finder(lacking))
     return list(lacking)

@@ -30,7 +30,7 @@ import torch.distributed as dist  # noqa: E402
 
 from .absent import install  # noqa: E402
 
-ABSENT = install("sgl_kernel", "deep_gemm", "vllm", "flashinfer", "tilelang")
+ABSENT = install()
 
 from dsv41_dist.cli.environment import environment  # noqa: E402
 from dsv41_dist.comm.settings import CommSettings  # noqa: E402

@@ -241,7 +241,7 @@ def join(with_engine: bool) -> dict[str, Any]:
     if not with_engine:
         dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
         return {}
-    install("sgl_kernel", "deep_gemm", "vllm", "flashinfer", "tilelang")
+    install()
     os.environ.setdefault("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
     from sglang.srt.distributed import parallel_state
     from sglang.srt.runtime_context import SpawnRanks, publish

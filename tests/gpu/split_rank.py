@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from .absent import install
 
-ABSENT = install("sgl_kernel", "deep_gemm", "vllm", "flashinfer", "tilelang")
+ABSENT = install()
 os.environ.setdefault("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
 
 from sglang.srt.layers.layernorm import RMSNorm  # noqa: E402

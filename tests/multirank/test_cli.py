@@ -189,9 +189,8 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_and_exit_2(name, monkeypatch, capsys):
-    arguments, text = BAD[name]
+def refused(arguments, text, monkeypatch, capsys):
+    """The command ends with 2 and one line that has `text`, before any rank is started."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["dsv41_dist", *arguments])
     started = multiprocessing.active_children()
@@ -203,6 +202,11 @@ def test_bad_input_is_one_line_and_exit_2(name, monkeypatch, capsys):
     assert len(said.err.strip().splitlines()) == 1
     assert said.out == ""
     assert multiprocessing.active_children() == started
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_2(name, monkeypatch, capsys):
+    refused(*BAD[name], monkeypatch, capsys)
 
 
 def test_bad_input_of_a_real_process():

@@ -1,13 +1,10 @@
 """`bench split`, `prefill` and `verify` as a user meets them: real processes, exit codes, one-line errors."""
 
 import json
-import multiprocessing
-import sys
 
 import pytest
 
-from dsv41_dist.cli.app import main
-from tests.multirank.test_cli import ROOT, cli, mpirun, torchrun
+from tests.multirank.test_cli import cli, mpirun, refused, torchrun
 
 SPLIT = ["bench", "split", "--tokens", "1,6", "--columns", "896", "--hidden", "256", "--draft", "512x64", "-n", "2"]
 PREFILL = ["bench", "prefill", "--tokens", "256", "--hidden", "64", "--layers", "1", "-n", "2"]
@@ -120,17 +117,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_and_exit_2(name, monkeypatch, capsys):
     arguments, text = BAD[name]
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["dsv41_dist", "bench", *arguments])
-    started = multiprocessing.active_children()
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr()
-    assert ended.value.code == 2
-    assert text in said.err
-    assert len(said.err.strip().splitlines()) == 1
-    assert said.out == ""
-    assert multiprocessing.active_children() == started
+    refused(["bench", *arguments], text, monkeypatch, capsys)
 
 
 def test_verify_is_one_process():

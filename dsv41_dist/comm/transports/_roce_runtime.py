@@ -22,7 +22,7 @@ from ..errors import TransportUnavailable
 
 __all__ = ["COUNTERS", "SURFACE", "Library", "changed", "error_counters", "find", "missing"]
 
-_TODO = "pip install 'b12x>=1.5' (1.5.0 is the first release with comm.roce)"
+_ADVICE = "pip install 'b12x>=1.5' (1.5.0 is the first release with comm.roce)"
 #: module, qualified name, and the parameters it must have.
 SURFACE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
@@ -86,11 +86,11 @@ def find() -> Library:
     try:
         release = version("b12x")
     except PackageNotFoundError:
-        raise TransportUnavailable("roce", f"b12x is not installed: {_TODO}") from None
+        raise TransportUnavailable("roce", f"b12x is not installed: {_ADVICE}") from None
     found: dict[str, Any] = {}
     try:
         if find_spec("b12x.comm") is None or find_spec("b12x.comm.roce") is None:
-            raise TransportUnavailable("roce", f"b12x {release} has no comm.roce: {_TODO}")
+            raise TransportUnavailable("roce", f"b12x {release} has no comm.roce: {_ADVICE}")
         for module, name, _ in SURFACE:
             found[name] = _resolve(import_module(module), name)
     except ImportError as error:
@@ -120,14 +120,14 @@ def changed(parameters: dict[str, Sequence[str] | None]) -> str | None:
     if parameters.get("RoceOneshotAllReduce.all_gather") and "plan" not in (
         parameters["RoceOneshotAllReduce.all_gather"] or ()
     ):
-        return f"its all_gather takes no plan=, so it is older than the published 1.5 releases: {_TODO}"
+        return f"its all_gather takes no plan=, so it is older than the published 1.5 releases: {_ADVICE}"
     for _, name, wanted in SURFACE:
         has = parameters.get(name)
         if has is None:
-            return f"{name} is not there: its surface has changed; {_TODO}"
+            return f"{name} is not there: its surface has changed; {_ADVICE}"
         lacking = [one for one in wanted if one not in has]
         if lacking:
-            return f"{name}({', '.join(has)}) lacks {', '.join(lacking)}: its surface has changed; {_TODO}"
+            return f"{name}({', '.join(has)}) lacks {', '.join(lacking)}: its surface has changed; {_ADVICE}"
     return None
 
 
