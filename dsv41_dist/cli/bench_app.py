@@ -188,7 +188,7 @@ def verify(
     caps: Annotated[str, typer.Option(help="caps as in DSV41_VERIFY_CAP, with spaces between")] = "3 conf:0.5",
     pairs: Annotated[str, typer.Option(help="random pairs that a line is the mean of")] = "8",
     requests: Annotated[
-        str | None, typer.Option(help="batch sizes of the kernels' times, or none [1,8,32,64; on a CPU none]")
+        str | None, typer.Option(help="batch sizes of the kernels' times, or none [1,4,8,16,32,64; on a CPU none]")
     ] = None,
     kernel_vocab: Annotated[str, typer.Option(help="vocabulary of the kernels' times")] = "129280",
     iterations: Iterations = "10",

@@ -2,12 +2,14 @@
 
 One process. The acceptance part enumerates every draft path of synthetic draft/target pairs over a small vocabulary
 (verify_laws.py); each line is checked: the emitted law is the target's, the expected length is the closed form's, a
-block is never shorter than token by token, a cap never lengthens. The kernel part is verify_kernels.py.
+block is never shorter than token by token, a cap never lengthens. The kernel part is verify_kernels.py, and
+verify_router.py where the engine can be imported.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -75,7 +77,7 @@ def plan_verify(
     if tokens**depth > _MOST_PATHS:
         raise ArgumentError(f"--vocab {vocab} with --drafts {drafts}: {tokens**depth} paths, allowed is {_MOST_PATHS}")
     where = choose_device(device)
-    sizes = requests if requests is not None else ("1,8,32,64" if where == "cuda" else "none")
+    sizes = requests if requests is not None else ("1,4,8,16,32,64" if where == "cuda" else "none")
     replays = integer("-G", graphs if graphs is not None else ("30" if where == "cuda" else "0"), 0, 10**6)
     if replays and where != "cuda":
         raise ArgumentError(f"-G {graphs!r}: CUDA graphs need a GPU; allowed on this device is 0")
@@ -158,7 +160,10 @@ def run_verify(plan: VerifyPlan) -> int:
             say(line_of(row))
     else:
         say("# kernels: not timed (no GPU, or --requests none)")
-    results = {"env": environment(1, "own", plan.device, CommSettings.from_env()), "rows": rows}
+    router, lines = _router(plan, say)
+    rows += lines
+    wrong += sum(line["wrong"] for line in lines)
+    results = {"env": environment(1, "own", plan.device, CommSettings.from_env()), "router": router, "rows": rows}
     if quiet:
         print(json.dumps(results, indent=1))
     elif plan.json_file:
@@ -167,6 +172,26 @@ def run_verify(plan: VerifyPlan) -> int:
         draw(results, plan.plot_file)
     say(f"# {len(rows)} lines, wrong {wrong} {'OK' if not wrong else 'FAILED'}")
     return 1 if wrong else 0
+
+
+def _router(plan: VerifyPlan, say: Callable[[str], None]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(what was timed, or {"skipped": why}; its lines)."""
+    from . import verify_router
+
+    try:
+        if not plan.requests:
+            raise verify_router.RouterAbsent("no --requests")
+        routers = verify_router.engine_routers(plan.device)
+    except verify_router.RouterAbsent as absent:
+        say(f"# router: skipped, {absent}")
+        return {"skipped": str(absent)}, []
+    say(f"# router of SGLang {routers.facts['release']}: {verify_router.EXPERTS} experts, top {verify_router.TOP_K}")
+    say(verify_router.HEADER)
+    lines: list[dict[str, Any]] = []
+    for line in verify_router.time_routers(plan, routers):
+        lines.append(line)
+        say(verify_router.line_of(line))
+    return routers.facts, lines
 
 
 def _cell(row: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from ..kernels.block_verify import (
 from ..kernels.philox import exponential
 from ..kernels.verify_cap import copy_rows, copy_rows_torch, live_rows, live_rows_torch
 from .timing import local_times
+from .verify_router import EXPERTS, TOP_K
 
 if TYPE_CHECKING:
     from .bench_verify import VerifyPlan
@@ -36,7 +37,6 @@ HEADER = (
 )
 _CHECKED = 4  # steps that are compared before timing
 _NEAR = 1e-3  # of a coin and its threshold, or of two tokens in a race, in float32: either is right
-_EXPERTS, _TOP_K = 384, 6
 
 
 def time_kernels(plan: VerifyPlan) -> Iterator[dict[str, Any]]:
@@ -161,13 +161,13 @@ def _copy(plan: VerifyPlan, bs: int) -> dict[str, Any]:
     stride = plan.drafts + 1
     rows = bs * stride
     live = _lengths(plan, bs, bs)
-    weights = torch.rand(rows, _TOP_K, generator=gen, device=plan.device)
-    ids = torch.randint(0, _EXPERTS, (rows, _TOP_K), generator=gen, device=plan.device, dtype=torch.int32)
-    packed = torch.randint(0, 1 << 30, (rows, _TOP_K), generator=gen, device=plan.device, dtype=torch.int32)
+    weights = torch.rand(rows, TOP_K, generator=gen, device=plan.device)
+    ids = torch.randint(0, EXPERTS, (rows, TOP_K), generator=gen, device=plan.device, dtype=torch.int32)
+    packed = torch.randint(0, 1 << 30, (rows, TOP_K), generator=gen, device=plan.device, dtype=torch.int32)
     ours, twin = ([tensor.clone() for tensor in (weights, ids, packed)] for _ in range(2))
     copy_rows(*ours, live, stride)
     copy_rows_torch(*twin, live, stride)
     differ = sum(int((a != b).any(-1).sum()) for a, b in zip(ours, twin, strict=True))
     calls = (lambda: copy_rows(*ours, live, stride), lambda: copy_rows_torch(*twin, live, stride))
     dead = rows - int(live.sum())
-    return _row(plan, "copy_rows", bs, calls, dead * _TOP_K * 12 * 2, rows, differ, differ)
+    return _row(plan, "copy_rows", bs, calls, dead * TOP_K * 12 * 2, rows, differ, differ)

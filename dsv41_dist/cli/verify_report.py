@@ -20,7 +20,9 @@ def draw(results: dict[str, Any], file: str) -> None:
     tau = min({row["tau"] for row in rows}, key=lambda value: abs(value - 1))
     shown = min({row["temperature"] for row in rows}, key=lambda value: abs(value - 1))
     at = [row for row in rows if row["tau"] == tau]
-    figure, axes = plt.subplots(1, 4 if kernels else 3, figsize=(21 if kernels else 16, 5), layout="constrained")
+    routers = [row for row in results["rows"] if row["op"] == "verify router"]
+    panels = 3 + bool(kernels) + bool(routers)
+    figure, axes = plt.subplots(1, panels, figsize=(16 + 5 * (panels - 3), 5), layout="constrained")
 
     series: dict[tuple[str, str | None], list[dict[str, Any]]] = defaultdict(list)
     for row in at:
@@ -55,6 +57,17 @@ def draw(results: dict[str, Any], file: str) -> None:
             axes[3].plot(x, [line["p50_us"] for line in lines], marker="o", color=f"C{index}", label=name)
             axes[3].plot(x, [line["twin_p50_us"] for line in lines], ":", color=f"C{index}")
         axes[3].set(xscale="log", yscale="log", xlabel="requests", ylabel="us a step", title="kernels; twins dotted")
+    if routers:
+        x = [line["requests"] for line in routers]
+        for path, name, style in (
+            ("stock", "stock", "C0-"),
+            ("copy_half", "stock + row copy, half live", "C1-"),
+            ("copy_all", "stock + row copy, all live", "C1:"),
+            ("live_half", "router_live, half live", "C2-"),
+            ("live_all", "router_live, all live", "C2:"),
+        ):
+            axes[-1].plot(x, [line[f"{path}_p50_us"] for line in routers], style, marker="o", label=name)
+        axes[-1].set(xscale="log", xlabel="requests", ylabel="us a layer", ylim=(0, None), title="router")
     for axis in axes:
         axis.grid(True, alpha=0.3)
         axis.legend(fontsize=7)

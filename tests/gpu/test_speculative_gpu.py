@@ -14,6 +14,7 @@ from dsv41_dist.kernels.verify_cap import copy_rows, copy_rows_torch, live_rows,
 
 pytestmark = pytest.mark.gpu
 VOCAB, GAMMA, STRIDE = 129280, 5, 6
+REPLAYS = 50
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +154,7 @@ def test_a_graph_replays_new_inputs_and_new_noise_without_a_host_sync(bs):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         verdict = block_verify(**static, noise=noise, live=live)
-    for seed in range(1, 6):
+    for seed in range(1, REPLAYS + 1):
         fresh = block(bs, seed=seed)
         lengths = torch.randint(2, STRIDE + 1, (bs,), device="cuda", dtype=torch.int32)
         want = block_verify(**fresh, noise=eager, live=lengths)
@@ -168,7 +169,7 @@ def test_a_graph_replays_new_inputs_and_new_noise_without_a_host_sync(bs):
             torch.cuda.set_sync_debug_mode("default")
         for got, wanted in zip(verdict, want, strict=True):
             assert torch.equal(got, wanted)
-    assert noise.state.tolist() == eager.state.tolist() == [9, 5]
+    assert noise.state.tolist() == eager.state.tolist() == [9, REPLAYS]
 
 
 def test_an_eager_call_never_waits_for_the_device():
@@ -230,7 +231,7 @@ def test_live_rows_and_the_copy_are_their_twins_in_graph_replay(bs):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for seed in range(5):
+    for seed in range(REPLAYS):
         confidence.copy_(torch.rand(bs, GAMMA, device="cuda", generator=gen))
         confidence[seed % bs, 2] = torch.nan
         graph.replay()
@@ -276,11 +277,19 @@ def test_the_live_router_is_the_stock_router_and_a_row_copy(experts, dtype, bs):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         weights, chosen = route(router.moe_fused_gate, packed, live=live, live_stride=STRIDE)
-    for _ in range(4):
+    moved = 0
+    for number in range(REPLAYS):
+        scores.copy_(torch.randn(rows, experts, generator=gen, device="cuda"))
+        scores[:, 10] = scores[:, 11]
+        ids.copy_(torch.randint(0, 5, (rows,), generator=gen, device="cuda"))
+        in_use.fill_(max(1, bs - number % 2) * STRIDE)
         live.copy_(torch.randint(2, STRIDE + 1, (bs,), generator=gen, device="cuda", dtype=torch.int32))
         graph.replay()
         third = torch.zeros_like(packed)
         want = [*route(stock.moe_fused_gate, third), third]
+        plain = want[1].clone()
         copy_rows(*want, live, STRIDE, in_use)
+        moved += int((want[1] != plain).any(-1).sum())
         for got, wanted in zip((weights, chosen, packed), want, strict=True):
             assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+    assert moved > REPLAYS / 2, "the live rows changed no routing: the comparison shows nothing"

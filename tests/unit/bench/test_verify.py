@@ -6,14 +6,17 @@ import dataclasses
 import itertools
 import json
 import random
+import sys
+import types
 from fractions import Fraction
 
 import pytest
 import torch
 
-from dsv41_dist.cli import verify_kernels, verify_laws
+from dsv41_dist.cli import verify_kernels, verify_laws, verify_router
 from dsv41_dist.cli.bench_verify import plan_verify, run_verify
 from dsv41_dist.cli.verify_laws import Pair, closed_form, make_pair, outcome, rule_of, verified_drafts
+from dsv41_dist.kernels.verify_cap import source_rows
 from tests.unit.speculative.exact import Confidence, Model, block_outcome, run, token_outcome
 
 
@@ -189,10 +192,106 @@ def test_a_near_tie_is_not_wrong_and_a_clear_loser_is():
     assert float(verify_kernels._lead(given, None, 5, other).min()) > 1e-3
 
 
-def test_the_plot_is_drawn_with_and_without_kernels(tmp_path, capsys):
+def test_the_plot_is_drawn_with_and_without_kernels(tmp_path, monkeypatch, capsys):
     for requests in (None, "2"):
         file = tmp_path / f"{requests}.svg"
         assert run_verify(tiny(requests=requests, plot_file=str(file))) == 0
         # One <g id="axes_N"> for each panel.
         assert file.read_text().count('<g id="axes_') == (3 if requests is None else 4)
+    monkeypatch.setattr(verify_router, "engine_routers", routers_of())
+    file = tmp_path / "router.svg"
+    assert run_verify(tiny(requests="2", plot_file=str(file))) == 0
+    assert file.read_text().count('<g id="axes_') == 5
     capsys.readouterr()
+
+
+def torch_router(scores, bias, *, packed_out, bias_alt, input_ids, num_token_non_padded, live=None, live_stride=0, **_):
+    """The router in plain torch, as far as it is compared; with `live` a dead row reads its anchor's scores."""
+    rows = torch.arange(len(scores))
+    source = rows if live is None else source_rows(live, live_stride)
+    used = (rows < num_token_non_padded).unsqueeze(-1)
+    source = torch.where(used.squeeze(-1), source, rows)
+    activated = torch.nn.functional.softplus(scores[source]).sqrt()
+    chosen = torch.where((input_ids[source] == 3).unsqueeze(-1), bias_alt, bias)
+    ids = (activated + chosen).topk(packed_out.shape[1]).indices
+    weights = torch.where(used, activated.gather(-1, ids), 0)
+    ids = torch.where(used, ids, -1).int()
+    packed_out.copy_(ids)
+    return weights, ids
+
+
+def routers_of(live=torch_router):
+    return lambda device: verify_router.Routers(torch_router, live, {"release": "torch", "source": "-"})
+
+
+def router_rows(capsys):
+    out = json.loads(capsys.readouterr().out)
+    return out["router"], [row for row in out["rows"] if row["op"] == "verify router"]
+
+
+def test_the_router_is_timed_and_compared_over_64_replays(monkeypatch, capsys):
+    monkeypatch.setattr(verify_router, "engine_routers", routers_of())
+    assert run_verify(tiny(requests="1,3", agreements="0.5")) == 0
+    router, rows = router_rows(capsys)
+    assert router == {"release": "torch", "source": "-"}
+    assert [(row["requests"], row["rows"], row["half"], row["decided"]) for row in rows] == [
+        (1, 4, 2, 256),
+        (3, 12, 2, 768),
+    ]
+    for row in rows:
+        assert row["wrong"] == 0
+        assert row["moved"] > 64, row
+        assert all(row[f"{path}_p50_us"] > 0 for path in ("stock", "copy_all", "copy_half", "live_all", "live_half"))
+
+
+def off_by_a_bit(*args, **kwargs):
+    weights, ids = torch_router(*args, **kwargs)
+    return weights.view(torch.int32).bitwise_xor(1).view(torch.float32), ids
+
+
+def deaf(*args, live, live_stride, **kwargs):
+    return torch_router(*args, **kwargs)
+
+
+@pytest.mark.parametrize("live", [off_by_a_bit, deaf])
+def test_a_live_router_that_is_not_stock_and_a_copy_is_exit_1(live, monkeypatch, capsys):
+    monkeypatch.setattr(verify_router, "engine_routers", routers_of(live))
+    assert run_verify(tiny(requests="2", agreements="0.5")) == 1
+    assert [row["wrong"] > 100 for row in router_rows(capsys)[1]] == [True]
+
+
+def test_a_copy_that_does_nothing_is_exit_1_though_the_live_router_does_nothing_too(monkeypatch, capsys):
+    """Equal to each other, but not to the twin, and no row is routed otherwise than stock."""
+    monkeypatch.setattr(verify_router, "engine_routers", routers_of(deaf))
+    monkeypatch.setattr(verify_router, "copy_rows", lambda *args: None)
+    assert run_verify(tiny(requests="2", agreements="0.5")) == 1
+    (row,) = router_rows(capsys)[1]
+    assert row["moved"] == 0
+    assert row["wrong"] > 100
+
+
+def test_a_router_that_is_not_timed_says_why(monkeypatch, capsys):
+    assert run_verify(tiny(agreements="0.5")) == 0
+    assert router_rows(capsys) == ({"skipped": "no --requests"}, [])
+    assert run_verify(tiny(requests="1", agreements="0.5")) == 0
+    assert router_rows(capsys) == (
+        {"skipped": "the engine's router is a Triton kernel: it needs a CUDA device"},
+        [],
+    )
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    monkeypatch.setattr(verify_router, "engine_routers", lambda device: verify_router.load_routers())
+    assert run_verify(tiny(requests="1", agreements="0.5", json_file=None)) == 0
+    assert "# router: skipped, sglang.kernels.ops.moe.moe_fused_gate cannot be imported: " in capsys.readouterr().out
+
+
+def test_an_engine_that_has_drifted_is_skipped_by_name(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "moe_fused_gate.py"
+    file.write_text("def moe_fused_gate(): ...\n")
+    engine, module = types.ModuleType("sglang"), types.ModuleType(verify_router._GATE)
+    engine.__version__, module.__file__ = "0.5.99", str(file)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang", engine)
+    monkeypatch.setitem(sys.modules, verify_router._GATE, module)
+    monkeypatch.setattr(verify_router, "engine_routers", lambda device: verify_router.load_routers())
+    assert run_verify(tiny(requests="1", agreements="0.5")) == 0
+    said = router_rows(capsys)[0]["skipped"]
+    assert said.startswith("router_live cannot be made from SGLang 0.5.99: anchor 1 of 8")
