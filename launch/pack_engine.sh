@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Pack the published SGLang for a GPU machine that has torch, triton, transformers and CUDA but no network: sources without
-# compiled extensions, and the pure or small wheels it imports (Python 3.12). About 30 MB; over 48 MB is an error.
+# compiled extensions, and the pure or small wheels it imports (Python 3.12). About 40 MB; over 48 MB is an error.
 #
 #   launch/pack_engine.sh FOLDER          writes FOLDER/engine.tar.xz, FOLDER/wheels/, FOLDER/unpack.sh
 #
@@ -30,6 +30,8 @@ for name in "${wanted[@]}"; do
   pin=$(grep -i "^$name==" "$ROOT/requirements/engine-cpu.txt") || { echo "$name: not in requirements/engine-cpu.txt" >&2; exit 1; }
   pins+=("$pin")
 done
+# FlashMLA's kernels are a package of their own, which loads with this torch; the CPU environment has no use for it.
+pins+=("$(sed -n 's/^Requires-Dist: \(sgl-flash-mla==[^ ;]*\).*/\1/p' "$tree/sglang-$release.dist-info/METADATA")")
 timeout 900 "$PY" -m pip download --quiet --disable-pip-version-check --retries 3 --timeout 60 --no-deps \
   --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none \
   --platform manylinux_2_34_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \

@@ -59,10 +59,14 @@ def rehearse(
     must_fire: Annotated[bool, typer.Option("--must-fire", help="an adapter that never fires is a failure")] = False,
     http: Annotated[bool, typer.Option("--http", help="by way of the engine's HTTP server")] = False,
     engine_version: Annotated[str | None, typer.Option(help="0.5.21, 0.5.22 or 0.5.23; default: as installed")] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda for this machine's GPUs")] = "cpu",
+    graphs: Annotated[bool, typer.Option("--graphs", help="on cuda: decode from CUDA graphs")] = False,
+    engine_folder: Annotated[str | None, typer.Option(help="an engine unpacked by pack_engine.sh's unpack.sh")] = None,
+    logs: Annotated[str | None, typer.Option(help="folder that keeps the engine's logs and the ranks' records")] = None,
     timeout: Annotated[str, typer.Option(help="seconds for one boot")] = "900",
     json_out: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
-    """Serve a tiny V4.1 with the published engine on CPU processes, stock and adapted. READY (0) or NOT READY (1)."""
+    """Serve a tiny V4.1 with the published engine, stock and adapted, on CPU processes or GPUs. Exit 0 when READY."""
     from .rehearse import rehearse as run_rehearsal
 
     raise typer.Exit(
@@ -78,6 +82,10 @@ def rehearse(
             must_fire,
             http,
             engine_version,
+            device,
+            graphs,
+            engine_folder,
+            logs,
             timeout,
             json_out,
         )

@@ -18,7 +18,7 @@ from ..engine.survey import cache_folder
 from ..rehearsal.gate_sets import every_gate, left_out
 from ..rehearsal.report import as_json, judge, text
 from ..rehearsal.run import boot_engine, make_checkpoint
-from ..rehearsal.settings import Boot, Stage, default_stages
+from ..rehearsal.settings import PACKAGE_ROOT, Boot, Stage, default_stages
 from ..rehearsal.tiny_config import TinyConfig
 from ..rehearsal.tiny_model import checkpoint_folder
 from ..rehearsal.verdict import Outcome, compare
@@ -40,6 +40,10 @@ def rehearse(
     must_fire: bool = False,
     http: bool = False,
     engine_version: str | None = None,
+    device: str = "cpu",
+    graphs: bool = False,
+    engine_folder: str | None = None,
+    logs: str | None = None,
     timeout: str = "900",
     json_out: bool = False,
 ) -> int:
@@ -48,7 +52,9 @@ def rehearse(
     gates: "DSV41_X=1 DSV41_Y=...", or "all": those of every adapter that can be rehearsed; prompts: a JSON file with a
     list of lists of token ids; short: without the long prompts; draft: decode with DSpark and the checkpoint's draft,
     at TP2 or TP4; http: over the engine's HTTP server; engine_version: a release that launch/engine_env.sh unpacked,
-    the installed one if None; timeout: seconds for one boot. Raises ArgumentError for a bad argument.
+    the installed one if None; device: cpu or cuda; graphs: on cuda, decode from CUDA graphs; engine_folder: an unpacked
+    engine, as launch/pack_engine.sh makes; logs: a folder that keeps what each boot wrote; timeout: seconds for one.
+    Raises ArgumentError for a bad argument.
     """
     start = time.monotonic()
     names = [adapter.name for adapter in REGISTRY]
@@ -63,7 +69,15 @@ def rehearse(
     missing = [name for name in owners if name not in names]
     if missing:
         raise ArgumentError(f"--gates: {', '.join(missing)} is not in this version; `adapters` lists what there is")
-    python = engine_python()
+    if engine_version is not None and engine_folder is not None:
+        raise ArgumentError("--engine-version and --engine-folder: allowed is one of them")
+    tree = engine_tree(engine_version) if engine_folder is None else _folder(engine_folder)
+    if device not in ("cpu", "cuda"):
+        raise ArgumentError(f"--device {device!r}: allowed is cpu or cuda")
+    if graphs and device != "cuda":
+        raise ArgumentError("--graphs: only with --device cuda")
+    python = engine_python(tree)
+    absent = _absent_packages(python, tree, ranks) if device == "cuda" else ()
     adapters = [adapter for adapter in REGISTRY if adapter.name in owners]
     guarantees = _guarantees(adapters, chosen)
     exact = Guarantee.EXACT_IN_DISTRIBUTION not in guarantees
@@ -84,14 +98,18 @@ def rehearse(
         speculative=draft,
         order_free=free,
         http=http,
-        tree=engine_tree(engine_version),
+        tree=tree,
+        device=device,
+        graphs=graphs,
+        absent=absent,
     )
     outcomes: list[Outcome] = []
     for name, values in (("stock", {}), ("adapted", chosen)):
         if name == "adapted" and (not chosen or outcomes[0].problem):
             continue
         say(f"{name}: TP{ranks}, {ranks + 2} processes are starting (a minute or so) ...")
-        outcomes.append(boot_engine(python, _with(boot, values), name, timeout_s=bound, say=say))
+        kept = None if logs is None else Path(logs, name)
+        outcomes.append(boot_engine(python, _with(boot, values), name, timeout_s=bound, folder=kept, say=say))
     ran = len(outcomes) == 2 and not any(outcome.problem for outcome in outcomes)
     comparison = compare(outcomes[0], outcomes[1], exact) if ran else None
     problems, notes = judge(outcomes, comparison, owners, must_fire)
@@ -106,7 +124,8 @@ def rehearse(
     else:
         what = " ".join(f"{name}={value}" for name, value in chosen.items()) or "no gates"
         mode = "".join([", DSpark" if draft else ", no draft", ", order-free sums" if boot.order_free else ""])
-        engine = f"SGLang {outcomes[0].version or '?'}, TP{ranks} on CPU processes"
+        where = "CPU processes" if device == "cpu" else f"GPUs{', decoding from CUDA graphs' if graphs else ', eager'}"
+        engine = f"SGLang {outcomes[0].version or '?'}, TP{ranks} on {where}"
         header = f"dsv41_dist rehearse: {engine}{' over HTTP' if http else ''}, seed {seed}, {what}{mode}"
         print(text(outcomes, comparison, problems, notes, header, seconds))
     return 1 if problems else 0
@@ -141,13 +160,17 @@ def parse_gates(text: str) -> dict[str, str]:
     return out
 
 
-def engine_python() -> str:
-    """The interpreter with the engine: DSV41_ENGINE_PYTHON, or launch/engine_env.sh's. Raises ArgumentError."""
+def engine_python(tree: str = "") -> str:
+    """The interpreter with the engine, or for the one in `tree`: DSV41_ENGINE_PYTHON, or launch/engine_env.sh's.
+
+    Raises ArgumentError.
+    """
     python = os.environ.get("DSV41_ENGINE_PYTHON") or str(cache_folder() / "engine-venv" / "bin" / "python")
     needs = ("sglang", "torch", "uvloop", "xgrammar")
     code = f"import importlib.util as u; print(*[n for n in {needs} if u.find_spec(n) is None])"
     try:
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (tree, os.environ.get("PYTHONPATH", ""))))}
+        done = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False)
     except OSError as error:
         raise ArgumentError(f"no interpreter with the engine at {python} ({error}): {_ADVICE}") from None
     if done.returncode or done.stdout.strip():
@@ -165,6 +188,30 @@ def engine_tree(version: str | None) -> str:
         allowed = ", ".join(there) or "none yet: run launch/engine_env.sh --wheels"
         raise ArgumentError(f"--engine-version {version!r}: allowed is {allowed}")
     return str(folder / version)
+
+
+def _folder(name: str) -> str:
+    folder = Path(name).resolve()
+    if not (folder / "sglang" / "__init__.py").is_file():
+        raise ArgumentError(f"--engine-folder {name!r}: there is no sglang/ in it; launch/pack_engine.sh packs one")
+    return str(folder)
+
+
+def _absent_packages(python: str, tree: str, ranks: int) -> tuple[str, ...]:
+    """The packages of compiled code that do not load for this interpreter. Raises ArgumentError for too few GPUs."""
+    code = (
+        "import torch\nfrom dsv41_dist.rehearsal.stand_ins.absent import lacking\n"
+        "print(torch.cuda.device_count(), *lacking())"
+    )
+    path = os.pathsep.join(filter(None, (str(PACKAGE_ROOT), tree, os.environ.get("PYTHONPATH", ""))))
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise ArgumentError(f"--device cuda: {python} failed: {done.stderr.strip()[-300:]}")
+    gpus, *absent = done.stdout.split("\n")[-2].split()
+    if int(gpus) < ranks:
+        raise ArgumentError(f"--device cuda --tp {ranks}: this machine has {gpus} GPUs; set --tp to at most that")
+    return tuple(absent)
 
 
 def _with(boot: Boot, gates: dict[str, str]) -> Boot:

@@ -63,10 +63,18 @@ def _model_runner(module: Any) -> None:
     def recorded(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         _calls.clear()
         output = forward(self, forward_batch, *args, **kwargs)
-        _write(self, forward_batch, output)
+        if not _capturing():
+            _write(self, forward_batch, output)
         return output
 
     runner.forward = recorded
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being recorded: its tensors have no values yet."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 _files: dict[int, Any] = {}
@@ -110,7 +118,7 @@ def _rank() -> int:
 def _digest(row: Any) -> str:
     import torch
 
-    data = row.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    data = row.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
     return hashlib.sha256(f"{row.dtype}".encode() + data).hexdigest()[:16]
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .gate_sets import cannot_fire
-from .stand_ins import STAND_INS
+from .stand_ins import ON_GPU, STAND_INS, StandIn
 from .verdict import Comparison, Outcome
 
 __all__ = ["as_json", "judge", "text"]
@@ -76,7 +76,10 @@ def text(
         if outcome.collectives:
             calls = ", ".join(f"{count:.1f} {call}" for call, count in sorted(outcome.collectives.items()))
             parts += ["", f"Collectives per forward, {outcome.name}, as the engine calls them: {calls}"]
-    rows = [("stand-in", "instead of"), *((item.name, item.real) for item in STAND_INS)]
+    rows = [("stand-in", "instead of"), *((item.name, item.real) for item in stand_ins(outcomes))]
+    absent = next((outcome.absent for outcome in outcomes if outcome.absent), [])
+    if absent:
+        parts += ["", f"Packages that do not load on this machine: {', '.join(absent)}"]
     parts += ["", "Not the real kernels here (docs/rehearsal.md says what each was checked against):", _table(rows)]
     parts += ["", *(f"note: {note}" for note in notes), *(f"- {problem}" for problem in problems)]
     verdict = "NOT READY" if problems else "READY"
@@ -99,8 +102,14 @@ def as_json(
         "notes": list(notes),
         "boots": boots,
         "comparison": None if comparison is None else asdict(comparison),
-        "stand_ins": [asdict(item) for item in STAND_INS],
+        "stand_ins": [asdict(item) for item in stand_ins(outcomes)],
     }
+
+
+def stand_ins(outcomes: Sequence[Outcome]) -> list[StandIn]:
+    """Those in use in these boots."""
+    used = next((outcome.stand_ins for outcome in outcomes if outcome.stand_ins is not None), None)
+    return list(STAND_INS) if used is None else [item for item in ON_GPU if item.name in used]
 
 
 def _boots(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .settings import PACKAGE_ROOT, TAG, Boot, engine_environment
+from .stand_ins.on_gpu import USED
 from .verdict import Outcome
 
 __all__ = ["boot_engine", "make_checkpoint", "processes_of"]
@@ -166,6 +167,10 @@ def _lives(pid: int) -> bool:
 def _collect(folder: Path, outcome: Outcome) -> None:
     for file in folder.glob("rank*.jsonl"):
         outcome.ranks[int(file.stem.removeprefix("rank"))] = _lines(file)
+    used = folder / USED
+    if used.is_file():
+        found = json.loads(used.read_text())
+        outcome.stand_ins, outcome.absent = found["used"], found["absent"]
     report = folder / "boot_report.json"
     if report.is_file():
         outcome.boot_report = json.loads(report.read_text())

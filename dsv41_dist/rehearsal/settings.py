@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .stand_ins.install import ORDER_FREE
+from .stand_ins.on_gpu import ABSENT, DEVICE, write_absent
 
 __all__ = ["PACKAGE_ROOT", "Boot", "Stage", "default_stages", "engine_environment", "write_site"]
 
@@ -37,7 +38,8 @@ class Stage:
 class Boot:
     """One engine: `tree` is a folder with an unpacked release, put before the installed one; "" for the installed.
 
-    `http`: the engine's HTTP server and a client, instead of the offline engine.
+    `http`: the engine's HTTP server and a client, instead of the offline engine. `device`: cpu or cuda; on cuda
+    `absent` names the packages of compiled code that do not load there, and `graphs` has it record CUDA graphs.
     """
 
     checkpoint: str
@@ -48,6 +50,9 @@ class Boot:
     speculative: bool = False
     order_free: bool = False
     http: bool = False
+    device: str = "cpu"
+    graphs: bool = False
+    absent: tuple[str, ...] = ()
     extra_path: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -57,7 +62,9 @@ class Boot:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Boot:
         stages = tuple(Stage(**{**stage, "prompts": tuple(map(tuple, stage["prompts"]))}) for stage in data["stages"])
-        return cls(**{**data, "stages": stages, "extra_path": tuple(data["extra_path"])})
+        return cls(
+            **{**data, "stages": stages, "extra_path": tuple(data["extra_path"]), "absent": tuple(data["absent"])}
+        )
 
     def digest(self) -> str:
         """16 hex digits over everything that decides the outcome."""
@@ -108,6 +115,9 @@ def engine_environment(boot: Boot, folder: Path, run: str, base: Mapping[str, st
     door = [str(PACKAGE_ROOT / "dsv41_dist" / "sitecustomize")] if boot.gates else []
     tree = [boot.tree] if boot.tree else []
     site = [str(write_site(folder / "site")), str(PACKAGE_ROOT), *boot.extra_path, *tree, str(HERE / "modules")]
+    if boot.device == "cuda":
+        write_absent(folder / "absent", boot.absent)
+        site.append(str(folder / "absent"))
     return {
         **env,
         "PYTHONPATH": os.pathsep.join([*door, *site]),
@@ -115,13 +125,7 @@ def engine_environment(boot: Boot, folder: Path, run: str, base: Mapping[str, st
         # An unpacked release has no bytecode yet, and six processes would each compile it.
         **({} if boot.tree else {"PYTHONDONTWRITEBYTECODE": "1"}),
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TRITON_INTERPRET": "1",
-        "SGLANG_USE_CPU_ENGINE": "0",
-        "SGLANG_CPU_OMP_THREADS_BIND": _cores(boot.tp),
-        "SGLANG_SM120_FLASHMLA_BACKEND": "torch",
-        "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
-        "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
+        **(_on_gpu(boot) if boot.device == "cuda" else _on_cpu(boot)),
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "rehearsal_models",
         "REHEARSAL_RECORD": str(folder),
         ORDER_FREE: "1" if boot.order_free else "0",
@@ -129,6 +133,27 @@ def engine_environment(boot: Boot, folder: Path, run: str, base: Mapping[str, st
         **boot.extra_env,
         **({**boot.gates, "DSV41_BOOT_REPORT": str(folder / "boot_report.json")} if boot.gates else {}),
     }
+
+
+def _on_cpu(boot: Boot) -> dict[str, str]:
+    return {
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "1",
+        "SGLANG_USE_CPU_ENGINE": "0",
+        "SGLANG_CPU_OMP_THREADS_BIND": _cores(boot.tp),
+        "SGLANG_SM120_FLASHMLA_BACKEND": "torch",
+        "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
+        "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
+    }
+
+
+def _on_gpu(boot: Boot) -> dict[str, str]:
+    env = {DEVICE: "cuda", ABSENT: ",".join(boot.absent)}
+    if "deep_gemm" in boot.absent:
+        env["SGLANG_ENABLE_JIT_DEEPGEMM"] = "0"
+    if "tilelang" in boot.absent:
+        env |= {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "0", "SGLANG_OPT_USE_TILELANG_MHC_POST": "0"}
+    return env
 
 
 def _cores(tp: int) -> str:

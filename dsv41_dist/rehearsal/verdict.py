@@ -25,6 +25,8 @@ class Outcome:
     boot_report: dict[str, Any] | None = None
     fired: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # adapter -> how often, by rank
     log: str = ""
+    stand_ins: list[str] | None = None  # on GPUs: the names of those in use; None: the list for CPU processes
+    absent: list[str] = field(default_factory=list[str])
 
 
 @dataclass

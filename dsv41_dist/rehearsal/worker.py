@@ -26,7 +26,7 @@ def server_arguments(boot: Boot) -> dict[str, Any]:
     """ServerArgs of the rehearsal, as the engine spells them."""
     arguments: dict[str, Any] = {
         "model_path": boot.checkpoint,
-        "device": "cpu",
+        "device": boot.device,
         "tp_size": boot.tp,
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
@@ -36,10 +36,16 @@ def server_arguments(boot: Boot) -> dict[str, Any]:
         "chunked_prefill_size": 256,
         "random_seed": 1,
         "sampling_backend": "pytorch",
-        "disable_cuda_graph": True,
+        "disable_cuda_graph": not boot.graphs,
         "disable_overlap_schedule": True,
         "watchdog_timeout": 600,
     }
+    if boot.device == "cuda":
+        # The experts' stand-in takes this runner's place. Custom all-reduce is in sgl_kernel, autotuning in FlashInfer.
+        arguments |= {"moe_runner_backend": "triton"} if "flashinfer" in boot.absent else {}
+        arguments |= {"disable_custom_all_reduce": True} if "sgl_kernel" in boot.absent else {}
+        arguments |= {"disable_flashinfer_autotune": True, "cuda_graph_max_bs_decode": 16}
+        arguments |= {"disable_prefill_cuda_graph": True}
     if boot.speculative:
         arguments["speculative_algorithm"] = "DSPARK"
     return arguments

@@ -6,11 +6,12 @@ the metadata). A failure here ends the process: the engine would swallow an ordi
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from dataclasses import dataclass
 
-__all__ = ["STAND_INS", "StandIn", "register"]
+__all__ = ["ON_GPU", "STAND_INS", "StandIn", "register"]
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,37 @@ STAND_INS = (
     StandIn("import:soundfile", "soundfile (the HTTP server only)", "an empty module", "not compared: no audio here"),
 )
 
+# On GPUs, each only where the package that has the real one does not load.
+ON_GPU = (
+    StandIn(
+        "sgl_kernel",
+        "sgl_kernel's rmsnorm, fused_add_rmsnorm, silu_and_mul, weak_ref_tensor (CUDA)",
+        "Triton norms of one program a row, silu in torch, a strong reference; any other function of it raises",
+        "torch in fp64, to one unit of the last place",
+    ),
+    StandIn(
+        "mxfp4_experts",
+        "FlashInfer, DeepGEMM or Marlin experts",
+        "weights dequantised to fp32 after the engine's loader, every expert on every row, clamped SwiGLU",
+        "the same stand-in's other form on a CPU, which has a row-by-row formula beside it",
+    ),
+    StandIn("sinkhorn", "mhc.hc_split_sinkhorn (TileLang)", "the engine's own Triton port of it", "not compared"),
+    StandIn(
+        "block_fp8_linear",
+        "fp8_utils.triton_w8a8_block_fp8_linear (Triton), with --order-free only",
+        "activations to e4m3 with ue8m0 scales per 32, product in fp32",
+        "on a CPU: the engine's Triton quantiser and GEMM in the interpreter",
+    ),
+)
+
 
 def register() -> None:
     """The entry point: install every stand-in in this process, or end it."""
     try:
-        from .install import install
-
+        if os.environ.get("REHEARSAL_DEVICE") == "cuda":
+            from .on_gpu import install
+        else:
+            from .install import install
         install()
     except BaseException as error:
         traceback.print_exc()

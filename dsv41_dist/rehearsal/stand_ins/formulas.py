@@ -1,4 +1,4 @@
-"""The arithmetic of the stand-ins: plain torch on CPU tensors. Knows the engine's layouts, imports nothing of it."""
+"""The arithmetic of the stand-ins: plain torch. Knows the engine's layouts, imports nothing of it."""
 
 from __future__ import annotations
 
@@ -70,14 +70,23 @@ def expert_mlp(
     ids: torch.Tensor,
     limit: float | None,
     order_free: bool = False,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Routed experts: sum over a row's experts of weight * w2(silu(gate) * up).
 
     x [m, h]; w13 fp32 [e, 2 * i, h] with the gate's rows first; w2 fp32 [e, h, i]; weights [m, k] and ids [m, k], where
-    an id below zero is none. A row's sum is taken in the order of its k slots. Returns x's dtype. `order_free`: see
-    order_free_product.
+    an id below zero is none. A row's sum is taken in the order of its k slots, in fp32, then times `scale`. Returns x's
+    dtype. `order_free`: see order_free_product.
     """
-    out = torch.zeros(x.shape[0], ids.shape[1], w2.shape[1])
+    out = torch.zeros(x.shape[0], ids.shape[1], w2.shape[1], device=x.device)
+    if x.is_cuda:  # no shape may depend on the routing: this runs inside CUDA graphs
+        for expert in range(w13.shape[0]):
+            mine = ids == expert
+            share = (weights.float() * mine).sum(1, keepdim=True)
+            hidden = silu_mul_clamp(x.float() @ w13[expert].t(), limit)
+            rows = order_free_product(hidden, w2[expert], share) if order_free else hidden @ w2[expert].t() * share
+            out = torch.where(mine.unsqueeze(-1), rows.unsqueeze(1), out)
+        return (out.sum(1) * scale).to(x.dtype)
     for expert in torch.unique(ids[ids >= 0]).tolist():
         rows, slots = (ids == expert).nonzero(as_tuple=True)
         hidden = silu_mul_clamp(x[rows].float() @ w13[expert].t(), limit)
@@ -86,7 +95,7 @@ def expert_mlp(
             out[rows, slots] = order_free_product(hidden, w2[expert], share)
         else:
             out[rows, slots] = (hidden @ w2[expert].t()) * share
-    return out.sum(1).to(x.dtype)
+    return (out.sum(1) * scale).to(x.dtype)
 
 
 def silu_mul_clamp(x: torch.Tensor, limit: float | None) -> torch.Tensor:

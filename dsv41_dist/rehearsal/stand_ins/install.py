@@ -12,7 +12,7 @@ from typing import Any
 from ...engine.rebind import rebind
 from .router import by_one_program, route_as_on_cuda
 
-__all__ = ["ORDER_FREE", "AfterImport", "install"]
+__all__ = ["ORDER_FREE", "AfterImport", "install", "order_free", "replace", "replace_experts", "replace_linear"]
 
 
 class AfterImport:
@@ -85,7 +85,7 @@ def order_free() -> bool:
     return os.environ.get(ORDER_FREE) == "1"
 
 
-def _replace(owner: Any, name: str, new: Any) -> None:
+def replace(owner: Any, name: str, new: Any) -> None:
     """Put `new` at owner.name; it says what it replaces, which an adapter's live check follows."""
     old = getattr(owner, name)
     functools.update_wrapper(new, old)
@@ -110,8 +110,8 @@ def install() -> None:
     after.add("sglang.srt.arg_groups.speculative_hook", _draft_guard)
     after.add("sglang.srt.layers.rotary_embedding.factory", _rope_factory)
     after.add("sglang.srt.configs.update_config", _config_padding)
-    after.add("sglang.srt.layers.quantization.fp8_utils", _fp8_linear)
-    after.add("sglang.srt.layers.quantization.fp8", _experts)
+    after.add("sglang.srt.layers.quantization.fp8_utils", replace_linear)
+    after.add("sglang.srt.layers.quantization.fp8", replace_experts)
     after.add("sglang.srt.layers.attention.deepseek_v4_backend", _unpinned)
     after.add("sglang.kernels.ops.speculative.cache_locs", _cache_slots)
     after.add("sglang.kernels.ops.layernorm.mhc", _mhc)
@@ -144,14 +144,14 @@ def _record_stream(stock: Any) -> Any:
 def _jit_loader(module: Any) -> None:
     from .jit import load_jit
 
-    _replace(module, "load_jit", load_jit)
+    replace(module, "load_jit", load_jit)
 
 
 def _config_padding(module: Any) -> None:
     def adjust_config_with_unaligned_cpu_tp(model_config: Any, *_: Any, **__: Any) -> Any:
         return model_config
 
-    _replace(module, "adjust_config_with_unaligned_cpu_tp", adjust_config_with_unaligned_cpu_tp)
+    replace(module, "adjust_config_with_unaligned_cpu_tp", adjust_config_with_unaligned_cpu_tp)
 
 
 def _cache_slots(module: Any) -> None:
@@ -165,7 +165,7 @@ def _cache_slots(module: Any) -> None:
         finally:
             module._is_cuda = before
 
-    _replace(module, "assign_extend_cache_locs_func", assign_extend_cache_locs_func)
+    replace(module, "assign_extend_cache_locs_func", assign_extend_cache_locs_func)
 
 
 def _unpinned(module: Any) -> None:
@@ -174,7 +174,7 @@ def _unpinned(module: Any) -> None:
     def _move_to_device(self: Any, x: list[int]) -> Any:
         return torch.tensor(x, dtype=torch.int32, device=self.device)  # stock: by way of pinned memory
 
-    _replace(module.DeepseekV4AttnBackend, "_move_to_device", _move_to_device)
+    replace(module.DeepseekV4AttnBackend, "_move_to_device", _move_to_device)
 
 
 def _draft_guard(module: Any) -> None:
@@ -198,7 +198,7 @@ def _draft_guard(module: Any) -> None:
         finally:
             module.resolving_view = view
 
-    _replace(module, "_handle_dspark", _handle_dspark)
+    replace(module, "_handle_dspark", _handle_dspark)
 
 
 class UnusedRope:
@@ -217,7 +217,7 @@ def _rope_factory(module: Any) -> None:
     def get_rope_cpu(*_: Any, **__: Any) -> Any:
         return UnusedRope()
 
-    _replace(module, "get_rope_cpu", get_rope_cpu)
+    replace(module, "get_rope_cpu", get_rope_cpu)
 
 
 def _mhc(module: Any) -> None:
@@ -231,9 +231,9 @@ def _mhc(module: Any) -> None:
     def mhc_combine(x_flat: Any, pre: Any, hc: int, out_dtype: Any) -> Any:
         return mix_streams(x_flat, pre, hc).to(out_dtype)
 
-    _replace(module, "hc_split_sinkhorn", hc_split_sinkhorn)
+    replace(module, "hc_split_sinkhorn", hc_split_sinkhorn)
     # 0.5.21 and 0.5.22 have it under another name.
-    _replace(module, "mhc_combine" if hasattr(module, "mhc_combine") else "hc_combine", mhc_combine)
+    replace(module, "mhc_combine" if hasattr(module, "mhc_combine") else "hc_combine", mhc_combine)
 
 
 def _no_capability(module: Any) -> None:
@@ -243,7 +243,7 @@ def _no_capability(module: Any) -> None:
     def is_sm100_or_newer() -> bool:
         return False  # 0.5.21 asks torch for the GPU's; later releases answer so where the platform is not CUDA
 
-    _replace(module, "is_sm100_or_newer", is_sm100_or_newer)
+    replace(module, "is_sm100_or_newer", is_sm100_or_newer)
 
 
 def _gather(module: Any) -> None:
@@ -254,7 +254,7 @@ def _gather(module: Any) -> None:
         keys, where = indices.unique(return_inverse=True)
         return stock(k_cache, keys, page_size)[where]
 
-    _replace(module, "_gather_and_dequant", _gather_and_dequant)
+    replace(module, "_gather_and_dequant", _gather_and_dequant)
 
 
 def _index_codes(module: Any) -> None:
@@ -265,7 +265,7 @@ def _index_codes(module: Any) -> None:
     def quantize_fp4_indexer_tensor(x: Any, rne: bool = False) -> Any:
         return index_key_codes(x.reshape(-1, x.shape[-1])) if rne else stock(x, rne)
 
-    _replace(module, "quantize_fp4_indexer_tensor", quantize_fp4_indexer_tensor)
+    replace(module, "quantize_fp4_indexer_tensor", quantize_fp4_indexer_tensor)
 
 
 def _index_cache(module: Any) -> None:
@@ -275,7 +275,7 @@ def _index_cache(module: Any) -> None:
         codes, scales = module.quantize_fp4_indexer_tensor(input.contiguous(), rne=rne)
         pack_index_keys(codes, scales, cache, loc, page_size)
 
-    _replace(module, "store_fp4_index_k_cache", store_fp4_index_k_cache)
+    replace(module, "store_fp4_index_k_cache", store_fp4_index_k_cache)
 
 
 def _index_logits(module: Any) -> None:
@@ -286,7 +286,7 @@ def _index_logits(module: Any) -> None:
     def fp4_index_logits_decode(q: Any, weights: Any, slots: Any, lens: Any, table: Any, page_size: int) -> Any:
         return index_logits(q, weights.to(torch.bfloat16), slots, lens, table, page_size)
 
-    _replace(module, "fp4_index_logits_decode", fp4_index_logits_decode)
+    replace(module, "fp4_index_logits_decode", fp4_index_logits_decode)
     if "store_fp4_index_k_cache" in vars(module):  # 0.5.21 and 0.5.22: 0.5.23 has modules of their own for these
         _index_codes(module)
         _index_cache(module)
@@ -310,7 +310,7 @@ def _loopback(module: Any) -> None:
     module.PeerTransport = LoopbackTransport
 
 
-def _fp8_linear(module: Any) -> None:
+def replace_linear(module: Any) -> None:
     from ..formats import decode_block_fp8
     from .formulas import block_fp8_linear
 
@@ -337,10 +337,10 @@ def _fp8_linear(module: Any) -> None:
         out = block_fp8_linear(input, weight, weight_scale, block_size[1], decoded, order_free())
         return out if bias is None else out + bias
 
-    _replace(module, "triton_w8a8_block_fp8_linear", triton_w8a8_block_fp8_linear)
+    replace(module, "triton_w8a8_block_fp8_linear", triton_w8a8_block_fp8_linear)
 
 
-def _experts(module: Any) -> None:
+def replace_experts(module: Any) -> None:
     from ..formats import decode_mxfp4
     from .formulas import expert_mlp
 
@@ -366,7 +366,8 @@ def _experts(module: Any) -> None:
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
         weights, ids, _ = dispatch_output.topk_output
-        # The routed scaling factor is applied by the engine's model code where the platform is not CUDA.
+        # The routed scaling factor is the runner's on CUDA, and the model code's where the platform is not CUDA.
+        scale = self.moe_runner_config.routed_scaling_factor if dispatch_output.hidden_states.is_cuda else None
         out = expert_mlp(
             dispatch_output.hidden_states,
             layer._rehearsal_w13,
@@ -375,6 +376,7 @@ def _experts(module: Any) -> None:
             ids,
             self.moe_runner_config.swiglu_limit,
             order_free(),
+            1.0 if scale is None else scale,
         )
         return StandardCombineInput(hidden_states=out)
 
@@ -383,4 +385,4 @@ def _experts(module: Any) -> None:
         ("create_moe_runner", create_moe_runner),
         ("apply", apply_),
     ):
-        _replace(method, name, new)
+        replace(method, name, new)

@@ -1,0 +1,82 @@
+"""The stand-ins on CUDA: only for what cannot be loaded there. The engine's own kernels run otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import absent
+from .install import AfterImport, order_free, replace, replace_experts, replace_linear
+
+__all__ = ["ABSENT", "DEVICE", "OPTIONAL", "USED", "install", "write_absent"]
+
+DEVICE = "REHEARSAL_DEVICE"
+ABSENT = "REHEARSAL_ABSENT"  # names, separated by commas
+USED = "stand_ins.json"  # written into the folder of the records: the names of those that are in use
+# What the engine imports on CUDA without asking. Others (deep_gemm, flashinfer, tilelang) it does without.
+REQUIRED = ("sgl_kernel",)
+OPTIONAL = ("deep_gemm", "flashinfer", "tilelang")
+
+
+def write_absent(folder: Path, missing: Sequence[str]) -> None:
+    """Packages of one line for PYTHONPATH, in place of those of REQUIRED that are `missing`."""
+    for name in missing:
+        if name in REQUIRED:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            line = "from dsv41_dist.rehearsal.stand_ins.on_gpu import take_place\n\ntake_place(__name__)\n"
+            (folder / name / "__init__.py").write_text(line)
+
+
+def take_place(name: str) -> None:
+    """The line of such a package: the functions of the forward path, and an error for every other one."""
+    from . import row_kernels
+
+    for function in (row_kernels.rmsnorm, row_kernels.fused_add_rmsnorm, row_kernels.silu_and_mul):
+        absent.FUNCTIONS[f"sgl_kernel.{function.__name__}"] = function
+    absent.FUNCTIONS["sgl_kernel.weak_ref_tensor"] = _same
+    absent.become(name)
+
+
+def _same(tensor: Any) -> Any:
+    # The engine holds outputs of captured graphs weakly to save memory; a strong reference only costs memory.
+    return tensor
+
+
+def install() -> None:
+    """Called once in every process of the engine, from its plugin entry point."""
+    missing = [name for name in os.environ.get(ABSENT, "").split(",") if name]
+    used = [name for name in REQUIRED if name in missing]
+    after = AfterImport()
+    if "flashinfer" in missing:
+        used.append("mxfp4_experts")
+        after.add("sglang.srt.layers.quantization.fp8", replace_experts)
+    if "tilelang" in missing:
+        used.append("sinkhorn")
+        after.add("sglang.kernels.ops.layernorm.mhc", _sinkhorn)
+    if order_free():
+        used.append("block_fp8_linear")
+        after.add("sglang.srt.layers.quantization.fp8_utils", replace_linear)
+    from ..recorder import RECORD, watch
+
+    watch(after)
+    after.place()
+    folder = os.environ.get(RECORD)
+    if folder:
+        path = Path(folder, USED)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({"used": used, "absent": missing}))
+        temporary.replace(path)
+
+
+def _sinkhorn(module: Any) -> None:
+    port = module._hc_split_sinkhorn_triton
+
+    def hc_split_sinkhorn(
+        mixes: Any, hc_scale: Any, hc_base: Any, hc_mult: int = 4, sinkhorn_iters: int = 20, eps: float = 1e-6
+    ) -> Any:
+        return port(mixes, hc_scale, hc_base, hc_mult, sinkhorn_iters, eps)
+
+    replace(module, "hc_split_sinkhorn", hc_split_sinkhorn)

@@ -1,0 +1,64 @@
+"""Row-wise kernels that stand in for sgl_kernel's on a GPU: one program a row, so that no row depends on the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["fused_add_rmsnorm", "rmsnorm", "silu_and_mul"]
+
+
+@triton.jit
+def _norm(x, residual, weight, out, n, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * n
+    at = tl.arange(0, BLOCK)
+    live = at < n
+    value = tl.load(x + row + at, mask=live, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + row + at, mask=live, other=0.0).to(tl.float32)
+        tl.store(residual + row + at, value.to(residual.dtype.element_ty), mask=live)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / n + eps)
+    gain = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + row + at, (value * scale * gain).to(out.dtype.element_ty), mask=live)
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, add: bool
+) -> None:
+    if x.dim() != 2 or weight.shape != x.shape[1:] or not (x.is_contiguous() and out.is_contiguous()):
+        raise NotImplementedError(
+            f"norm stand-in: x {tuple(x.shape)} strides {x.stride()}, weight {tuple(weight.shape)}; "
+            "allowed is contiguous [m, n] and [n]"
+        )
+    rows, n = x.shape
+    if rows:
+        _norm[(rows,)](x, residual, weight, out, n, eps, ADD=add, BLOCK=triton.next_power_of_2(n))
+
+
+def rmsnorm(
+    input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: torch.Tensor | None = None, **_: Any
+) -> torch.Tensor:
+    """sgl_kernel.rmsnorm: input [m, n] / rms(input) * weight [n], in fp32, rounded once to input's dtype."""
+    input = input.contiguous()
+    out = torch.empty_like(input) if out is None else out
+    _launch(input, input, weight, out, eps, False)
+    return out
+
+
+def fused_add_rmsnorm(
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, **_: Any
+) -> None:
+    """sgl_kernel.fused_add_rmsnorm, in place: residual += input; input = rmsnorm of that sum in fp32. Both [m, n]."""
+    _launch(input, residual, weight, input, eps, True)
+
+
+def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
+    """sgl_kernel.silu_and_mul: [m, 2 n] -> [m, n], silu of the first half times the second, in fp32."""
+    gate, up = input.float().chunk(2, dim=-1)
+    value = (torch.nn.functional.silu(gate) * up).to(input.dtype)
+    if out is None:
+        return value
+    return out.copy_(value)
