@@ -201,7 +201,8 @@ def _absent_packages(python: str, tree: str, ranks: int) -> tuple[str, ...]:
     """The packages of compiled code that do not load for this interpreter. Raises ArgumentError for too few GPUs."""
     code = (
         "import torch\nfrom dsv41_dist.rehearsal.stand_ins.absent import lacking\n"
-        "print(torch.cuda.device_count(), *lacking())"
+        "from dsv41_dist.rehearsal.stand_ins.on_gpu import PACKAGES\n"
+        "print(torch.cuda.device_count(), *lacking(PACKAGES))"
     )
     path = os.pathsep.join(filter(None, (str(PACKAGE_ROOT), tree, os.environ.get("PYTHONPATH", ""))))
     env = {**os.environ, "PYTHONPATH": path}

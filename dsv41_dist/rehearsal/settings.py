@@ -114,7 +114,9 @@ def engine_environment(boot: Boot, folder: Path, run: str, base: Mapping[str, st
     # The door for the adapters comes first, and only where a gate is set: stock means stock.
     door = [str(PACKAGE_ROOT / "dsv41_dist" / "sitecustomize")] if boot.gates else []
     tree = [boot.tree] if boot.tree else []
-    site = [str(write_site(folder / "site")), str(PACKAGE_ROOT), *boot.extra_path, *tree, str(HERE / "modules")]
+    site = [str(write_site(folder / "site")), str(PACKAGE_ROOT), *boot.extra_path, *tree, str(HERE / "models")]
+    if boot.device == "cpu" or "torchvision" in boot.absent:
+        site.append(str(HERE / "modules"))
     if boot.device == "cuda":
         write_absent(folder / "absent", boot.absent)
         site.append(str(folder / "absent"))

@@ -63,7 +63,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def lacking(packages: Iterable[str] = PACKAGES) -> list[str]:
+def lacking(packages: Iterable[str]) -> list[str]:
     """Those of `packages` that are not here, or do not load with this torch."""
     out: list[str] = []
     for name in packages:

@@ -11,14 +11,14 @@ from typing import Any
 from . import absent
 from .install import AfterImport, order_free, replace, replace_experts, replace_linear
 
-__all__ = ["ABSENT", "DEVICE", "OPTIONAL", "USED", "install", "write_absent"]
+__all__ = ["ABSENT", "DEVICE", "PACKAGES", "USED", "install", "write_absent"]
 
 DEVICE = "REHEARSAL_DEVICE"
 ABSENT = "REHEARSAL_ABSENT"  # names, separated by commas
 USED = "stand_ins.json"  # written into the folder of the records: the names of those that are in use
-# What the engine imports on CUDA without asking. Others (deep_gemm, flashinfer, tilelang) it does without.
-REQUIRED = ("sgl_kernel",)
-OPTIONAL = ("deep_gemm", "flashinfer", "tilelang")
+# What the engine imports on CUDA without asking. Without the others it takes other kernels of its own.
+REQUIRED = ("sgl_kernel", "deep_gemm")
+PACKAGES = (*REQUIRED, "flashinfer", "tilelang", "torchvision")
 
 
 def write_absent(folder: Path, missing: Sequence[str]) -> None:

@@ -1,0 +1,6 @@
+from rehearsal_models import or_end
+
+with or_end(__name__):
+    from sglang.srt.models.deepseek_v4 import EntryClass
+
+__all__ = ["EntryClass"]
