@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..engine.logical_rows import sharded_rows, whole_rows
+from ._prefill_fp8 import COMPRESSOR, ROUTER
 
 if TYPE_CHECKING:
     from ..comm import RowScope
@@ -98,6 +99,12 @@ class Chunk:
     def gather(self, held: torch.Tensor, label: str = "prefill_sp") -> torch.Tensor:
         return self.scope.gather(held, label=label)
 
+    def gather_bf16(self, held: torch.Tensor, label: str, reason: str) -> torch.Tensor:
+        """`gather` of normed rows that something reads as they are: not as fp8, for that reason."""
+        if self.runtime.fp8 is not None and self.scope.sharded:
+            self.runtime.fp8.in_bf16_for(reason)
+        return self.gather(held, label)
+
     def take(self, full: torch.Tensor) -> torch.Tensor:
         """The held rows, without keeping the others alive."""
         mine = self.scope.take(full)
@@ -116,7 +123,12 @@ class Chunk:
         scope = self.scope
         if scope.sharded and options.get("x_quant") is not None:
             raise RuntimeError("prefill_sp: attention was handed a quantized shard, whose scales cannot be gathered")
-        options = {**options, "x": scope.gather(options["x"], label=_ATTN)}
+        fp8 = self.runtime.fp8
+        if fp8 is not None and scope.sharded:
+            rows, pair = fp8.rows(self, module, options["x"])
+            options = {**options, "x": rows, "x_quant": pair}
+        else:
+            options = {**options, "x": scope.gather(options["x"], label=_ATTN)}
         defers = self.runtime.defers_attention_sum
         with self.whole(), ExitStack() as scopes:
             if not self.exact:
@@ -137,7 +149,7 @@ class Chunk:
 
     def moe(self, original: Callable[..., Any], layer: Any, x: torch.Tensor, batch: Any, ids: dict[str, Any]) -> Any:
         """_run_moe_ffn_dp_sync on gathered rows, [held, hidden] -> [held, hidden]. ids: its two id arguments."""
-        full = self.scope.gather(x, label=_MOE)
+        full = self.gather_bf16(x, _MOE, ROUTER)
         with self.whole():
             if self.exact:
                 return self.take(original(layer, full, batch, **ids))
@@ -209,6 +221,10 @@ class Chunk:
         return self.runtime.comm.reduce_scatter(embed._owned_rows(ids), label=_ENGRAM)
 
     # Seams
+
+    def tail_source(self, x: torch.Tensor) -> torch.Tensor:
+        """All normed rows for the compressor of the tail's source layer."""
+        return self.gather_bf16(x, _TAIL, COMPRESSOR)
 
     def tail_rows(self, original: Callable[..., Any], tail: Any, t: torch.Tensor) -> torch.Tensor:
         """LateLayerTail.rows, where t may be a shard: the chosen rows from their owners."""

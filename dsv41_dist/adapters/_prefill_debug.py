@@ -110,6 +110,24 @@ class Debug:
         self._fingerprint(where, "engram", out)
         return out
 
+    def fp8_gather(
+        self,
+        chunk: Chunk,
+        layer: int,
+        ours: Callable[[], tuple[torch.Tensor, ...]],
+        stock: Callable[[], tuple[torch.Tensor, ...]],
+    ) -> None:
+        """What linears make of rows gathered in fp8, beside what they make of them gathered in bf16, [rows, n] each.
+
+        All rows are compared, not the held ones only: attention reads them all on every rank.
+        """
+        where, name = f"layer {layer} attn", "fp8_gather"
+        with chunk.whole():
+            out = ours()
+            if self._options.compare:
+                self._compare(chunk, where, name, out, stock(), held=False)
+        self._fingerprint(where, name, out)
+
     def sum(self, chunk: Chunk, partial: torch.Tensor, label: str) -> torch.Tensor:
         """The held rows of a sum, compared with the engine's all-reduce; in mode exact it is that all-reduce."""
         scope = chunk.scope
@@ -141,16 +159,18 @@ class Debug:
             )
         self._state.notes[self._note] = text
 
-    def _compare(self, chunk: Chunk, where: str, name: str, out: Any, want: Any) -> None:
+    def _compare(self, chunk: Chunk, where: str, name: str, out: Any, want: Any, held: bool = True) -> None:
+        """held: `out` is of the held rows and `want` of all; else both are of all."""
         self.ops += 1
-        scope = chunk.scope
         ours, stocks = list(_tensors(out)), list(_tensors(want))
+        if held:
+            stocks = [chunk.scope.take(one) for one in stocks]
         differing, total = 0, 0
         if len(ours) != len(stocks):
             self._found.append(f"{where} {name}: {len(ours)} tensors, stock has {len(stocks)}")
             return
         for ours_one, stock_one in zip(ours, stocks, strict=True):
-            a, b = _bytes(ours_one), _bytes(scope.take(stock_one))
+            a, b = _bytes(ours_one), _bytes(stock_one)
             total += b.numel()
             differing += int((a != b).sum()) if a.shape == b.shape else b.numel()
         if not differing:
@@ -161,7 +181,7 @@ class Debug:
             folder.mkdir(parents=True, exist_ok=True)
             rank = self._comm.ranks.rank
             file = folder / f"chunk{self.chunks}_{where}_{name}_{self.ops}_rank{rank}.pt".replace(" ", "_")
-            torch.save({"sharded": ours, "stock": [scope.take(t).clone() for t in stocks]}, file)
+            torch.save({"sharded": ours, "stock": [t.clone() for t in stocks]}, file)
 
     def _fingerprint(self, where: str, name: str, out: Any) -> None:
         if self._options.fingerprints:

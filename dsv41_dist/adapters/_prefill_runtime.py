@@ -10,6 +10,7 @@ import torch
 from ..comm import RowScope, SelfCheck
 from ._prefill_chunk import Chunk, GatheringList
 from ._prefill_debug import Debug
+from ._prefill_fp8 import Fp8Gathers
 from ._prefill_gate import chunk_refusal, is_prefill
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ Loop = Callable[..., tuple[torch.Tensor, torch.Tensor, Any]]
 
 
 class Options(NamedTuple):
-    """As the gates have it. mode: of `RowScope`. wkv: shard Engram's projection too, where it checks out."""
+    """As the gates have it. mode: of `RowScope`. wkv: shard Engram's projection too, where it checks out. fp8: gather
+    rows as fp8 where nothing reads them in bf16, and where that checks out."""
 
     mode: RowMode
     min_rows: int
@@ -32,15 +34,16 @@ class Options(NamedTuple):
     fingerprints: bool = False
     debug_chunks: int | None = None
     dump: str | None = None
+    fp8: bool = False
 
     @classmethod
     def from_gates(cls, gates: Any) -> Options:
-        """Raises ValueError for gates that contradict one another, or ask for what is not there."""
+        """Raises ValueError for gates that contradict one another."""
         debug: list[str] = gates["DSV41_PREFILL_SP_DEBUG"]
         comm, exact = gates["DSV41_PREFILL_SP"] == "comm", gates["DSV41_PREFILL_SP_EXACT"]
-        if gates["DSV41_PREFILL_SP_FP8"]:
+        if comm and gates["DSV41_PREFILL_SP_FP8"]:
             raise ValueError(
-                "DSV41_PREFILL_SP_FP8=1: gathering pre-quantized inputs is not built in this version: unset it"
+                "DSV41_PREFILL_SP=comm gathers nothing that DSV41_PREFILL_SP_FP8=1 could make fp8: set one"
             )
         if comm and exact:
             raise ValueError("DSV41_PREFILL_SP=comm swaps the all-reduce that DSV41_PREFILL_SP_EXACT=1 keeps: set one")
@@ -54,6 +57,7 @@ class Options(NamedTuple):
             fingerprints="fp" in debug,
             debug_chunks=gates["DSV41_PREFILL_SP_DEBUG_CHUNKS"],
             dump=gates["DSV41_PREFILL_SP_DEBUG_DUMP"],
+            fp8=gates["DSV41_PREFILL_SP_FP8"],
         )
 
 
@@ -87,6 +91,7 @@ class Prefill:
         }
         debugs = options.compare or options.fingerprints
         self.debug = Debug(options, comm, model, state) if debugs else None
+        self.fp8 = Fp8Gathers(comm, model, state) if options.fp8 else None
         self._say()
 
     def run(
@@ -128,6 +133,8 @@ class Prefill:
             aux.extend(collected)
         if chunk.debug is not None:
             chunk.debug.end_of_chunk()
+        if self.fp8 is not None:
+            self.fp8.say()
         return residual, pre, tail
 
     @staticmethod

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._prefill_fp8 import ROUTER
+
 if TYPE_CHECKING:
     from ._prefill_chunk import Chunk
 
@@ -32,7 +34,7 @@ def moe_transport() -> Callable[..., Any]:
         """input: gathered rows. The output is the held rows of the sum, complete: nothing is deferred."""
 
         def __init__(self, chunk: Chunk, layer: Any, x: torch.Tensor, batch: Any, call: Any, rows: Any) -> None:
-            super().__init__(layer, chunk.gather(x, "prefill_sp:moe"), batch, call, rows)
+            super().__init__(layer, chunk.gather_bf16(x, "prefill_sp:moe", ROUTER), batch, call, rows)
             self._chunk = chunk
             self.source_rows = x.shape[0]
             self.return_moe_output = self.defers_sum = False

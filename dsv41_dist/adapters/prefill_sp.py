@@ -34,6 +34,7 @@ _ENGRAM = "sglang.srt.layers.engram"
 _BASE = "sglang.srt.layers.layer_boundary"
 _KERNELS = "sglang.kernels.ops.layernorm"
 _AUX = "sglang.srt.layers.aux_hidden_states"
+_QUANT = "sglang.srt.layers.quantization"
 _RUNNER = "sglang.srt.model_executor.model_runner"
 _SP = "_dsv41_prefill_sp"
 _21, _22, _23 = ("0.5.21",), ("0.5.22",), ("0.5.23",)
@@ -103,6 +104,16 @@ class PrefillSp(Adapter):
         Target(_MODEL, "DeepseekV4CudaDecoderLayer.forward", _23, patched=False),
         Target(_STAGE, "NonCudaDecoderMixin.forward_hc_pre_from_prev", _23, patched=False),
         Target(_MODEL, "MQALayer._project_wo_b", (*_22, *_23), patched=False),
+        # What a pair of values and scales means to attention and to its linears (DSV41_PREFILL_SP_FP8).
+        Target(_MODEL, "MQALayer._forward_prepare", patched=False),
+        Target(_MODEL, "MQALayer._compute_kv_to_cache", patched=False),
+        Target("sglang.srt.layers.linear", "ReplicatedLinear.forward", patched=False),
+        Target(f"{_QUANT}.fp8", "Fp8LinearMethod.apply", patched=False),
+        Target(f"{_QUANT}.fp8_utils", "triton_w8a8_block_fp8_linear", patched=False),
+        Target(f"{_QUANT}.fp8_utils", "deepgemm_w8a8_block_fp8_linear_with_fallback", patched=False),
+        Target(f"{_QUANT}.fp8_utils", "flashinfer_mxfp8_blockscaled_linear", patched=False),
+        Target(f"{_QUANT}.mxfp8_input", "Mxfp8SwizzledInput", patched=False),
+        Target("sglang.kernels.ops.quantization.fp8_kernel", "sglang_per_token_group_quant_fp8", patched=False),
         Target("sglang.srt.layers.linear", "RowParallelLinear.forward", patched=False),
         Target("sglang.srt.layers.moe.utils", "should_skip_mlp_all_reduce", patched=False),
         Target("sglang.srt.layers.moe.utils", "should_skip_post_experts_all_reduce", patched=False),
@@ -140,7 +151,7 @@ class PrefillSp(Adapter):
         from ..engine.gates import Gates
         from ._prefill_runtime import Options
 
-        Options.from_gates(Gates.from_env())  # what cannot be had is refused before a weight is loaded
+        Options.from_gates(Gates.from_env())  # what contradicts is refused before a weight is loaded
         module = patch.module.__name__
         for qualname in patch.qualnames:
             if qualname in _ROW_OPS.get(module, {}):
@@ -324,7 +335,7 @@ def _source_kv(original: Any) -> Any:
         chunk = active()
         if chunk is None:
             return original(self, layer=layer, x=x, positions=positions, forward_batch=forward_batch)
-        full = chunk.gather(x, "prefill_sp:tail")
+        full = chunk.tail_source(x)
         with chunk.whole():
             return original(self, layer=layer, x=full, positions=positions, forward_batch=forward_batch)
 

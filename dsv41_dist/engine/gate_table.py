@@ -68,7 +68,7 @@ GATES: tuple[Gate, ...] = (
     Gate("DSV41_PREFILL_SP_EXACT", _F, False, "prefill_sp", "Keep the all-reduce, so that results are bit-identical to stock."),
     Gate("DSV41_PREFILL_SP_MIN_ROWS", Int(1, 1 << 20, "rows"), 2048, "prefill_sp", "Smallest chunk that is sharded."),
     Gate("DSV41_PREFILL_SP_WKV", _F, True, "prefill_sp", "Shard the Engram wkv projection too, where it checks out."),
-    Gate("DSV41_PREFILL_SP_FP8", _F, False, "prefill_sp", "Not built: setting it refuses the boot."),
+    Gate("DSV41_PREFILL_SP_FP8", _F, False, "prefill_sp", "Gather attention's rows as fp8 where nothing else reads them, where it checks out."),
     Gate("DSV41_PREFILL_SP_DEBUG", Names(("compare", "fp")), [], "prefill_sp", "compare runs the stock op beside each sharded one; fp logs fingerprints."),
     Gate("DSV41_PREFILL_SP_DEBUG_CHUNKS", Int(1, 1 << 20, "chunks"), None, "prefill_sp", "Debug only the first chunks."),
     Gate("DSV41_PREFILL_SP_DEBUG_DUMP", Path(), None, "prefill_sp", "Folder for tensors that differed.", volatile=True),

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from hashlib import sha256
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -293,8 +294,8 @@ def run(rank: int, args: Any, names: list[str]) -> dict[str, Any]:
     return {name: SCENES[name](rank, args) for name in names}
 
 
-def main() -> None:
-    """Arguments: SCENE:RANKS. Scenes of as many ranks run one after another in one group."""
+def main(run: Callable[[int, Any, list[str]], dict[str, Any]]) -> None:
+    """Arguments: SCENE:RANKS. Scenes of as many ranks run one after another in one group, by `run`."""
     out: dict[str, list[Any]] = {}
     sizes: dict[str, list[str]] = {}
     for asked in sys.argv[1:]:
@@ -308,4 +309,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("SGLANG_OPT_USE_TILELANG_MHC_POST", "0")
-    main()
+    main(run)

@@ -27,20 +27,24 @@ def test_a_mode_follows_from_the_gates(gates, mode):
 @pytest.mark.parametrize(
     ("gates", "said"),
     [
-        ({"": "1", "_FP8": "1"}, "DSV41_PREFILL_SP_FP8=1: gathering pre-quantized inputs is not built"),
+        ({"": "comm", "_FP8": "1"}, "gathers nothing that DSV41_PREFILL_SP_FP8=1 could make fp8"),
         ({"": "comm", "_EXACT": "1"}, "swaps the all-reduce that DSV41_PREFILL_SP_EXACT=1 keeps"),
         ({"": "1", "_DEBUG_DUMP": "/tmp/x"}, "DSV41_PREFILL_SP_DEBUG_DUMP needs DSV41_PREFILL_SP_DEBUG=compare"),
         ({"": "1", "_DEBUG_DUMP": "/tmp/x", "_DEBUG": "fp"}, "needs DSV41_PREFILL_SP_DEBUG=compare"),
     ],
 )
-def test_what_contradicts_or_is_not_built_is_an_error(gates, said):
+def test_gates_that_contradict_one_another_are_an_error(gates, said):
     with pytest.raises(ValueError, match=said):
         options(**gates)
 
 
 def test_debug_gates():
     got = options(**{"": "1", "_DEBUG": "compare,fp", "_DEBUG_CHUNKS": "3", "_DEBUG_DUMP": "/tmp/x", "_WKV": "0"})
-    assert got[2:] == (False, True, True, 3, "/tmp/x")
+    assert got[2:] == (False, True, True, 3, "/tmp/x", False)
+
+
+def test_fp8_gathers_go_with_both_sums():
+    assert [options(**{"": "1", "_FP8": "1", **more}).fp8 for more in ({}, {"_EXACT": "1"})] == [True, True]
 
 
 def test_the_guarantee_is_that_of_the_mode(monkeypatch):
