@@ -29,6 +29,7 @@ EXPERTS, TOP_K = 384, 6
 REPLAYS = 64  # compared before timing, each with other scores, live rows and padding
 _GATE = "sglang.kernels.ops.moe.moe_fused_gate"
 _IMAGE = 3  # the token id that takes the second bias
+Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # weights, ids, packed ids: [rows, TOP_K]
 _PATHS = ("stock", "copy_all", "copy_half", "live_all", "live_half")
 
 HEADER = (
@@ -152,8 +153,8 @@ def _line(plan: VerifyPlan, routers: Routers, bs: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _call(function: Callable[..., Any], given: _Inputs, **extra: Any) -> list[torch.Tensor]:
-    """[weights, ids, packed] of a router on the vision path's arguments."""
+def _call(function: Callable[..., Any], given: _Inputs, **extra: Any) -> Routing:
+    """A router on the vision path's arguments."""
     packed = torch.empty(len(given.ids), TOP_K, dtype=torch.int32, device=given.scores.device)
     weights, ids = function(
         given.scores, given.bias, topk=TOP_K, scoring_func="sqrtsoftplus", renormalize=True,
@@ -161,20 +162,20 @@ def _call(function: Callable[..., Any], given: _Inputs, **extra: Any) -> list[to
         apply_routed_scaling_factor_on_output=True, bias_alt=given.alt, input_ids=given.ids, bias_alt_token_id=_IMAGE,
         num_token_non_padded=given.in_use, packed_out=packed, **extra,
     )  # fmt: skip
-    return [weights, ids, packed]
+    return weights, ids, packed
 
 
-def _stock(routers: Routers, given: _Inputs) -> list[torch.Tensor]:
+def _stock(routers: Routers, given: _Inputs) -> Routing:
     return _call(routers.stock, given)
 
 
-def _copied(routers: Routers, given: _Inputs, stride: int) -> list[torch.Tensor]:
-    out = _call(routers.stock, given)
-    copy_rows(*out, given.live, stride, given.in_use)
-    return out
+def _copied(routers: Routers, given: _Inputs, stride: int) -> Routing:
+    weights, ids, packed = _call(routers.stock, given)
+    copy_rows(weights, ids, packed, given.live, stride, given.in_use)
+    return weights, ids, packed
 
 
-def _live(routers: Routers, given: _Inputs, stride: int) -> list[torch.Tensor]:
+def _live(routers: Routers, given: _Inputs, stride: int) -> Routing:
     return _call(routers.live, given, live=given.live, live_stride=stride)
 
 
@@ -189,8 +190,8 @@ def _compare(plan: VerifyPlan, routers: Routers, given: _Inputs, gen: torch.Gene
         given.draw(gen, stride, number)
         want, got = replay()
         plain = _stock(routers, given)
-        twin = [tensor.clone() for tensor in plain]
-        copy_rows_torch(*twin, given.live, stride, given.in_use)
+        weights, ids, packed = twin = plain[0].clone(), plain[1].clone(), plain[2].clone()
+        copy_rows_torch(weights, ids, packed, given.live, stride, given.in_use)
         moved += int(_other(got, plain).sum())
         wrong += int((_other(got, want) | _other(want, twin)).sum())
     return moved, wrong + (moved == 0)  # where no row moved, the comparison shows nothing
@@ -213,7 +214,7 @@ def _replayed(step: Callable[[], Any], cuda: bool) -> Callable[[], Any]:
     return replay
 
 
-def _other(left: list[torch.Tensor], right: list[torch.Tensor]) -> torch.Tensor:
+def _other(left: Routing, right: Routing) -> torch.Tensor:
     """bool [rows]: rows in which a byte differs."""
     differ = [(a.view(torch.uint8) != b.view(torch.uint8)).any(-1) for a, b in zip(left, right, strict=True)]
     return torch.stack(differ).any(0)
