@@ -74,6 +74,8 @@ def rehearse(
     tree = engine_tree(engine_version) if engine_folder is None else _folder(engine_folder)
     if device not in ("cpu", "cuda"):
         raise ArgumentError(f"--device {device!r}: allowed is cpu or cuda")
+    if logs is not None and Path(logs).exists():
+        raise ArgumentError(f"--logs {logs}: is there already; name a new folder")
     if graphs and device != "cuda":
         raise ArgumentError("--graphs: only with --device cuda")
     python = engine_python(tree)

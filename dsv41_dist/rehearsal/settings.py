@@ -152,7 +152,8 @@ def _on_cpu(boot: Boot) -> dict[str, str]:
 def _on_gpu(boot: Boot) -> dict[str, str]:
     env = {DEVICE: "cuda", ABSENT: ",".join(boot.absent)}
     if "deep_gemm" in boot.absent:
-        env["SGLANG_ENABLE_JIT_DEEPGEMM"] = "0"
+        # The second is about a schedule for DeepGEMM's paged kernel, which V4.1's indexer does not use on Hopper.
+        env |= {"SGLANG_ENABLE_JIT_DEEPGEMM": "0", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}
     if "tilelang" in boot.absent:
         env |= {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "0", "SGLANG_OPT_USE_TILELANG_MHC_POST": "0"}
     return env

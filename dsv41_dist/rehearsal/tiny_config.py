@@ -43,7 +43,7 @@ class TinyConfig:
     window: int = 128
     max_positions: int = 4096
     engram_layer: int = 2
-    engram_ngram: int = 3
+    engram_ngram: int = 4
     engram_heads: int = 4
     engram_head_dim: int = 32
     engram_vocab: int = 500

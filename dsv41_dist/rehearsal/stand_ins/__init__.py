@@ -145,6 +145,18 @@ ON_GPU = (
         "weights dequantised to fp32 after the engine's loader, every expert on every row, clamped SwiGLU",
         "the same stand-in's other form on a CPU, which has a row-by-row formula beside it",
     ),
+    StandIn(
+        "head_padding",
+        "at TP1: nothing; the published model has the 64 query heads that FlashMLA takes, the tiny one four",
+        "query heads and sinks are padded with zeros, as the engine does at TP2 and more",
+        "tokens at TP1 and TP2, with --order-free",
+    ),
+    StandIn(
+        "deep_select",
+        "deep_select.topk_page_transform (CUTLASS, whose headers come with FlashInfer or DeepGEMM)",
+        "the engine's own top-k v2, which it takes where this one is not supported",
+        "not compared: a routing decision",
+    ),
     StandIn("sinkhorn", "mhc.hc_split_sinkhorn (TileLang)", "the engine's own Triton port of it", "not compared"),
     StandIn(
         "block_fp8_linear",

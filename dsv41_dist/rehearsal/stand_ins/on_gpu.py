@@ -56,6 +56,11 @@ def install() -> None:
     if "tilelang" in missing:
         used.append("sinkhorn")
         after.add("sglang.kernels.ops.layernorm.mhc", _sinkhorn)
+    if {"flashinfer", "deep_gemm"} <= set(missing):
+        used.append("deep_select")
+        after.add("sglang.kernels.ops.attention.deep_select", _no_deep_select)
+    used.append("head_padding")
+    after.add("sglang.srt.models.deepseek_v4", _pad_heads)
     if order_free():
         used.append("block_fp8_linear")
         after.add("sglang.srt.layers.quantization.fp8_utils", replace_linear)
@@ -69,6 +74,36 @@ def install() -> None:
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({"used": used, "absent": missing}))
         temporary.replace(path)
+
+
+def _no_deep_select(module: Any) -> None:
+    def is_deep_select_supported() -> bool:
+        return False
+
+    replace(module, "is_deep_select_supported", is_deep_select_supported)
+
+
+_HEADS = 64  # what FlashMLA's kernels take
+
+
+def _pad_heads(module: Any) -> None:
+    """On one rank the engine hands its query heads on as they are: the published model has 64, the tiny one four."""
+    base = module.MqaAttentionBase
+    count, sink = base._kernel_num_heads, base._local_attn_sink
+
+    def _kernel_num_heads(self: Any, num_tokens: int) -> int:
+        return max(count(self, num_tokens), _HEADS) if self.attn_tp_size == 1 else count(self, num_tokens)
+
+    def _local_attn_sink(self: Any, kernel_num_heads: int | None = None) -> Any:
+        if self.attn_tp_size > 1 or self.n_local_heads >= _HEADS:
+            return sink(self, kernel_num_heads)
+        if getattr(self, "_rehearsal_sink", None) is None:
+            self._rehearsal_sink = self.attn_sink.data.new_zeros(_HEADS)
+            self._rehearsal_sink[: self.n_local_heads] = self.attn_sink.data
+        return self._rehearsal_sink
+
+    replace(base, "_kernel_num_heads", _kernel_num_heads)
+    replace(base, "_local_attn_sink", _local_attn_sink)
 
 
 def _sinkhorn(module: Any) -> None:
