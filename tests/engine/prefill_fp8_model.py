@@ -1,8 +1,8 @@
 """Attention for the fp8 gathers' probe: the release's own MQALayer.forward around the engine's quantized projections.
 
 What a CPU cannot run is replaced: rotary embedding, the key store and attention itself (plain torch in which a row
-depends on those before it), and for power-of-two scales the quantizer's CUDA kernel. The engine's Triton kernels, its
-block GEMM and its quantizer for fp32 scales, run in the interpreter.
+depends on those before it), and for power-of-two scales the quantizer's CUDA kernel. With fp32 scales the engine's own
+Triton kernels, quantizer and block GEMM, run in the interpreter; it is slow, so elsewhere the GEMM is plain torch.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ HIDDEN, Q_LORA, HEADS, WIDE, ROPE, O_LORA = small.HIDDEN, 64, 4, 32, 16, 16
 def stand_ins() -> None:
     small.stand_ins()
     sys.modules[fp8_utils.w8a8_block_fp8_matmul_triton.__module__].get_device_name = lambda *_: "no GPU"
+    gemm = fp8_utils.w8a8_block_fp8_matmul_triton
+    fp8_utils.w8a8_block_fp8_matmul_triton = lambda *a, **k: (gemm if Attention.kind == "fp32" else _gemm)(*a, **k)
     fp8_kernel._run_per_token_group_quant_8bit_kernel = _power_of_two_kernel
     fp8_utils.flashinfer_mxfp8_quantize = _mxfp8_quantize
     split_fp8._product = lambda x, w: (x @ w.t()).to(torch.bfloat16)  # of all rows, in stock as here
@@ -47,6 +49,13 @@ def _power_of_two_kernel(x, x_q, x_s, group_size, eps, fp8_min, fp8_max, *, scal
     scale = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(-1).clamp(min=eps) / fp8_max)))
     x_s.copy_(scale)
     x_q.copy_((groups / scale.unsqueeze(-1)).clamp(fp8_min, fp8_max).flatten(-2).to(x_q.dtype))
+
+
+def _gemm(values, weight, scales, weight_scales, block, output_dtype):
+    assert (values.dtype, scales.dtype, list(block)) == (torch.float8_e4m3fn, torch.float32, [32, 32])
+    rows = values.float() * scales.repeat_interleave(32, 1)
+    columns = weight.float() * weight_scales.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    return (rows @ columns.t()).to(output_dtype)
 
 
 def _mxfp8_quantize(x, is_sf_swizzled_layout, alignment):

@@ -92,14 +92,10 @@ def exact(rank, args):
     return out
 
 
-def mxfp8(rank, args):
-    """Shards of 128 rows, whose scales are whole tiles; and of 64, whose are not."""
-    return [compared("platform", "mxfp8", rows) for rows in (512, 256)]
-
-
 def few(rank, args):
-    """Another number of ranks."""
-    return [compared(which, "powers", 128) for which in sp.layer_classes()]
+    """Two ranks; with MXFP8 shards of 128 rows, whose scales are whole tiles, and of 64, whose are not."""
+    cases = [(which, "powers", 128) for which in sp.layer_classes()]
+    return [compared(*case) for case in (*cases, ("platform", "mxfp8", 256), ("platform", "mxfp8", 128))]
 
 
 def modes(rank, args):
@@ -208,7 +204,7 @@ def declines(rank, args):
     return {"forms": out, "bf16": bf16, "unequal": state.notes[runtime._note :]}
 
 
-SCENES = {f.__name__: f for f in (exact, mxfp8, few, modes, one_rank_is_off, one_rank_cannot_round, declines)}
+SCENES = {f.__name__: f for f in (exact, few, modes, one_rank_is_off, one_rank_cannot_round, declines)}
 
 
 def run(rank: int, args: Any, names: list[str]) -> dict[str, Any]:
