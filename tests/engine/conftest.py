@@ -10,8 +10,22 @@ from pathlib import Path
 import pytest
 
 from dsv41_dist.engine.survey import cache_folder
+from tests.engine.real import ROOT, engine_env
+from tests.warm import Warm
 
 HERE = Path(__file__).parent
+# What every release imports beside itself, in seven seconds of ten.
+BESIDE_THE_ENGINE = (
+    "torch._inductor.compile_fx",
+    "transformers.models.auto.modeling_auto",
+    "openai",
+    "compressed_tensors",
+    "fastapi",
+    "xgrammar",
+    "aiohttp",
+    "requests",
+    "zmq",
+)
 TODO = "run launch/engine_env.sh and set DSV41_ENGINE_PYTHON to the path it prints"
 
 
@@ -40,6 +54,13 @@ def engine_python() -> str:
     if not found:
         missing(f"{python} has no sglang")
     return python
+
+
+@pytest.fixture(scope="session")
+def warm_engine(engine_python):
+    """The engine's interpreter without an engine, forked for each probe: a probe imports the engine itself."""
+    with Warm(engine_python, BESIDE_THE_ENGINE, engine_env(ROOT, door=False)) as warm:
+        yield warm
 
 
 @pytest.fixture(scope="session")

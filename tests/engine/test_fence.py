@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.engine.real import HERE, RELEASES, engine_env, run_engine
+from tests.engine.real import HERE, RELEASES, engine_env
 
 FIELDS = ["bonus", "cap_trim_lens", "commit_lens", "correct_len", "new_seq_lens", "out_tokens"]
 VIEWS = {
@@ -22,14 +22,17 @@ OWN = {
 
 
 @pytest.fixture(scope="module", params=RELEASES)
-def runs(request, engine_python, published):
+def runs(request, warm_engine, published):
     """(release, stock result, fenced result)."""
-    out = []
+    started = []
     for gate in ("0", "1"):
         env = engine_env(
             published(request.param), DSV41_FOLDED_FENCE=gate, SGLANG_OPT_DSV41_POST_FORWARD_CUDA_GRAPH="1"
         )
-        result = run_engine(engine_python, [str(HERE / "fence_probe.py")], env)
+        started.append(warm_engine.start([HERE / "fence_probe.py"], env))
+    out = []
+    for process in started:
+        result = process.complete()
         assert result.returncode == 0, result.stderr[-3000:]
         out.append(json.loads(result.stdout.splitlines()[-1]))
     return request.param, *out

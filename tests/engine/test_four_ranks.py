@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.engine.real import HERE, RELEASES, engine_env
+from tests.warm import Warm, WarmProcess
 
 WORLD = 4
 BOUND_S = 240
@@ -36,17 +36,16 @@ class Ended:
         return text[: text.index(end) + len(end)]
 
 
-def start(python: str, trees: list[Path], envs: list[dict[str, str]]) -> list[Ended]:
+def start(warm: Warm, trees: list[Path], envs: list[dict[str, str]]) -> list[Ended]:
     """Run the ranks; every one has ended when this returns, killed if need be after BOUND_S."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    ranks: list[subprocess.Popen[str]] = []
+    ranks: list[WarmProcess] = []
     for rank, (tree, extra) in enumerate(zip(trees, envs, strict=True)):
         where = {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         env = engine_env(tree, **where, **extra)
-        args = [python, str(HERE / "rank_probe.py")]
-        ranks.append(subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        ranks.append(warm.start([HERE / "rank_probe.py"], env))
     ended: list[Ended | None] = [None] * WORLD
     deadline = time.time() + BOUND_S
     try:
@@ -54,8 +53,7 @@ def start(python: str, trees: list[Path], envs: list[dict[str, str]]) -> list[En
             for rank, process in enumerate(ranks):
                 if ended[rank] is None and process.poll() is not None:
                     at = time.time()
-                    out, err = process.communicate(timeout=10)
-                    ended[rank] = Ended(process.returncode, out, err, at)
+                    ended[rank] = Ended(process.wait(0), *process.communicate(), at)
             if time.time() > deadline:
                 pytest.fail(f"ranks {[r for r, one in enumerate(ended) if one is None]} still run after {BOUND_S} s")
             time.sleep(0.05)
@@ -91,9 +89,9 @@ FENCE = {"DSV41_FOLDED_FENCE": "1"}
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_all_four_install_and_agree(engine_python, published, tmp_path, release):
+def test_all_four_install_and_agree(warm_engine, published, tmp_path, release):
     report = tmp_path / "report.json"
-    ended = start(engine_python, [published(release)] * WORLD, [{**FENCE, "DSV41_BOOT_REPORT": str(report)}] * WORLD)
+    ended = start(warm_engine, [published(release)] * WORLD, [{**FENCE, "DSV41_BOOT_REPORT": str(report)}] * WORLD)
     assert [one.status for one in ended] == [0] * WORLD, ended[0].err[-3000:]
     seen = [json.loads(one.out.splitlines()[-1]) for one in ended]
     assert [one["ready"] for one in seen] == [True] * WORLD
@@ -116,33 +114,33 @@ def refused_alike(ended: list[Ended], *words: str) -> None:
     show_times(ended)
 
 
-def test_one_drifted_rank_ends_all_four_by_name(engine_python, published, drifted):
+def test_one_drifted_rank_ends_all_four_by_name(warm_engine, published, drifted):
     trees = [published("0.5.23")] * 3 + [drifted]
-    ended = start(engine_python, trees, [FENCE] * WORLD)
+    ended = start(warm_engine, trees, [FENCE] * WORLD)
     refused_alike(ended, "rank 3: drift: folded_result_fence: drifted", SYMBOL)
 
 
-def test_one_rank_with_another_gate_ends_all_four_by_name(engine_python, published):
+def test_one_rank_with_another_gate_ends_all_four_by_name(warm_engine, published):
     envs = [FENCE, {**FENCE, "DSV41_COMM_CHECK": "1"}, FENCE, FENCE]
-    ended = start(engine_python, [published("0.5.23")] * WORLD, envs)
+    ended = start(warm_engine, [published("0.5.23")] * WORLD, envs)
     refused_alike(ended, "DSV41_COMM_CHECK: ranks 0,2,3 said unset; rank 1 said true")
 
 
-def test_one_rank_of_another_release_ends_all_four_by_name(engine_python, published):
+def test_one_rank_of_another_release_ends_all_four_by_name(warm_engine, published):
     trees = [published("0.5.23")] * 2 + [published("0.5.22")] + [published("0.5.23")]
-    ended = start(engine_python, trees, [FENCE] * WORLD)
+    ended = start(warm_engine, trees, [FENCE] * WORLD)
     refused_alike(ended, "engine release: ranks 0,1,3 said", "rank 2 said", "0.5.22")
 
 
-def test_one_rank_that_lost_its_patch_ends_all_four_before_they_are_ready(engine_python, published):
+def test_one_rank_that_lost_its_patch_ends_all_four_before_they_are_ready(warm_engine, published):
     envs = [FENCE, FENCE, {**FENCE, "PROBE_SPOIL": "1"}, FENCE]
-    ended = start(engine_python, [published("0.5.23")] * WORLD, envs)
+    ended = start(warm_engine, [published("0.5.23")] * WORLD, envs)
     refused_alike(ended, "rank 2: drift:", SYMBOL, "was replaced after it was patched")
 
 
-def test_one_rank_without_any_gate_ends_all_four(engine_python, published):
+def test_one_rank_without_any_gate_ends_all_four(warm_engine, published):
     bound = {**FENCE, "DSV41_BOOT_TIMEOUT_S": "3"}
-    ended = start(engine_python, [published("0.5.23")] * WORLD, [bound, bound, bound, {}])
+    ended = start(warm_engine, [published("0.5.23")] * WORLD, [bound, bound, bound, {}])
     assert all(one.status != 0 for one in ended), [(one.status, one.err[-500:]) for one in ended]
     for one in ended[:3]:
         assert one.status == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
@@ -38,43 +39,44 @@ def installed(tmp_path):
     return tmp_path
 
 
-def loaded(python, tree, installed, door=False, **env):
+def loaded(run, tree, installed, door=False, **env):
     full = engine_env(tree, door=door, **env)
     full["PYTHONPATH"] += f":{installed}"
-    return run_engine(python, ["-c", CODE], full)
+    return run(["-c", CODE], full)
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_engines_loader_arms(engine_python, published, installed, release):
-    result = loaded(engine_python, published(release), installed, DSV41_FOLDED_FENCE="1")
+def test_the_engines_loader_arms(warm_engine, published, installed, release):
+    result = loaded(warm_engine.run, published(release), installed, DSV41_FOLDED_FENCE="1")
     assert result.returncode == 0, result.stderr[-3000:]
     seen = json.loads(result.stdout.splitlines()[-1])
     assert seen == {"hooks": 1, "patched": "installed", "group": True, "verify": [], "stock": False, "stale": False}
 
 
 def test_both_doors_arm_once(engine_python, published, installed):
-    result = loaded(engine_python, published("0.5.23"), installed, door=True, DSV41_FOLDED_FENCE="1")
+    run = partial(run_engine, engine_python)  # a real start: Python itself opens the first door
+    result = loaded(run, published("0.5.23"), installed, door=True, DSV41_FOLDED_FENCE="1")
     assert result.returncode == 0, result.stderr[-3000:]
     seen = json.loads(result.stdout.splitlines()[-1])
     # The sitecustomize door was open first, so there was never a stock function to keep.
     assert seen == {"hooks": 1, "patched": "installed", "group": True, "verify": [], "stock": True, "stale": False}
 
 
-def test_without_a_gate_the_loader_leaves_the_engine_alone(engine_python, published, installed):
-    result = loaded(engine_python, published("0.5.23"), installed)
+def test_without_a_gate_the_loader_leaves_the_engine_alone(warm_engine, published, installed):
+    result = loaded(warm_engine.run, published("0.5.23"), installed)
     seen = json.loads(result.stdout.splitlines()[-1])
     assert seen == {"hooks": 0, "patched": None, "group": False, "verify": None, "stock": True, "stale": False}
 
 
-def test_the_loader_swallows_exceptions_but_not_a_refusal(engine_python, published, installed):
-    result = loaded(engine_python, published("0.5.23"), installed, DSV41_FOLDED_FENCE="maybe")
+def test_the_loader_swallows_exceptions_but_not_a_refusal(warm_engine, published, installed):
+    result = loaded(warm_engine.run, published("0.5.23"), installed, DSV41_FOLDED_FENCE="maybe")
     assert (result.returncode, result.stdout) == (1, "")
     assert "DSV41_FOLDED_FENCE='maybe'" in result.stderr
 
 
-def test_an_allow_list_without_us_closes_this_door(engine_python, published, installed):
+def test_an_allow_list_without_us_closes_this_door(warm_engine, published, installed):
     env = {"DSV41_FOLDED_FENCE": "1", "SGLANG_PLUGINS": "somebody_else"}
-    result = loaded(engine_python, published("0.5.23"), installed, **env)
+    result = loaded(warm_engine.run, published("0.5.23"), installed, **env)
     assert json.loads(result.stdout.splitlines()[-1])["hooks"] == 0
-    result = loaded(engine_python, published("0.5.23"), installed, **{**env, "SGLANG_PLUGINS": "dsv41"})
+    result = loaded(warm_engine.run, published("0.5.23"), installed, **{**env, "SGLANG_PLUGINS": "dsv41"})
     assert json.loads(result.stdout.splitlines()[-1])["hooks"] == 1

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.engine.real import HERE, RELEASES, engine_env, run_engine
+from tests.engine.real import HERE, RELEASES, engine_env
 
 ENVIRONMENT = {
     "SGLANG_SIMULATE_ACC_LEN": "3",
@@ -25,11 +25,13 @@ HAS = {
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_fact_is_read_where_the_release_has_it(engine_python, published, release):
-    facts = {}
+def test_every_fact_is_read_where_the_release_has_it(warm_engine, published, release):
+    started, facts = {}, {}
     for state in ("off", "on"):
         env = engine_env(published(release), door=False, **(ENVIRONMENT if state == "on" else {}))
-        result = run_engine(engine_python, [str(HERE / "facts_probe.py"), release, state], env)
+        started[state] = warm_engine.start([HERE / "facts_probe.py", release, state], env)
+    for state, process in started.items():
+        result = process.complete()
         assert result.returncode == 0, result.stderr[-3000:]
         facts[state] = json.loads(result.stdout.splitlines()[-1])
     switches = {name for name, value in facts["off"].items() if value is False}
