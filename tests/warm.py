@@ -1,9 +1,9 @@
 """Processes that start warm: forked from an interpreter that has already imported what is slow to import.
 
 A test that asks what a program says and how it ends should not pay, each time, for imports that it does not test:
-torch, or what the engine imports beside itself. `Warm` starts one interpreter that imports those, and forks it for every
-process. The child takes environment, `sys.path`, arguments, output files and working folder as a fresh interpreter
-would, runs `sitecustomize` from its path, then the program as `__main__`, and ends as Python ends.
+torch, or what the engine imports beside itself. `Warm` starts one interpreter that imports those, and forks it for
+every process. The child takes environment, `sys.path`, arguments, output files and working folder as a fresh
+interpreter would, runs `sitecustomize` from its path, then the program as `__main__`, and ends as Python ends.
 
 Only third-party packages may be imported early: whatever the tests change or look at is imported by the child. What a
 test needs of a real start (options, PYTHONPATH as Python reads it) is not here: such a test starts a real process.
