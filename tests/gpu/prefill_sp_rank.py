@@ -52,6 +52,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from .absent import install  # noqa: E402
+from .mix_repeats import differing_calls  # noqa: E402
 
 ABSENT = install()
 say("importing the engine")
@@ -65,9 +66,9 @@ from tests.engine.split_ranks import state_of  # noqa: E402
 say("imported")
 
 ROWS = tuple(int(n) for n in os.environ.get("PREFILL_ROWS", "4096,8192" if DEVICE == "cuda" else "256").split(","))
-# 4100: a shard that no tile divides. late: the tail ends the shards at layer 2. 2048: of 32 to 4095 rows 0.5.23 makes the
-# statistics on Hopper by a pipelined kernel which, compiled by Triton 3.6, does not repeat its own bytes (`kernel_repeats`
-# below counts it). So that size runs with the engine's other kernel too; with the first one only where it repeats.
+# 4100: a shard that no tile divides. late: the tail ends the shards at layer 2. 2048: on Hopper 0.5.23 makes the statistics
+# of 32 to 4095 rows by a pipelined kernel which, compiled by Triton 3.6, does not repeat its own bytes (mix_repeats counts
+# it). So that size runs with the engine's other kernel too, and with the first one only where it repeats.
 CASES: list[dict[str, Any]] = [
     *({"rows": rows} for rows in ROWS),
     {"rows": ROWS[0] + 4},
@@ -237,39 +238,6 @@ def timed(model: Any, rows: int) -> dict[str, float]:
     return {"ms": round(ms, 3), "worst_ms": round(worst, 3), "peak_mib": round(mib)}
 
 
-def kernel_repeats(rows: int) -> dict[str, int]:
-    """Of 20 calls of the engine's bf16x3 statistics on the same rows: how many give other bytes than the first, by stages.
-
-    3 stages are the engine's own; with 1 nothing is in flight between two products.
-    """
-    from sglang.kernels.ops.layernorm import mhc
-
-    width = small.STREAMS * int(os.environ["PREFILL_HIDDEN"])
-    x = draw(rows, width, seed=7).bfloat16()
-    parts = mhc.split_bf16_hc_weight(draw(24, width, seed=8, scale=0.02))
-    scale, base = draw(3, seed=9), draw(24, seed=10)
-    kernel, found = mhc._hc_mix_stats_bf16x3_kernel, {}
-
-    class Staged:
-        def __init__(self, stages: int) -> None:
-            self.stages = stages
-
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *args, **options: kernel[grid](*args, **{**options, "num_stages": self.stages})
-
-    try:
-        for stages in (3, 1):
-            mhc._hc_mix_stats_bf16x3_kernel = Staged(stages)
-            calls = [mhc.hc_mix_stats_sinkhorn_bf16x3(x, parts, scale, base, 20, 1e-6, 1e-6) for _ in range(21)]
-            first = calls[0]
-            found[f"stages {stages}"] = sum(
-                any(not torch.equal(a, b) for a, b in zip(call, first, strict=True)) for call in calls[1:]
-            )
-    finally:
-        mhc._hc_mix_stats_bf16x3_kernel = kernel
-    return {stages: int(everyone(count)[0]) for stages, count in found.items()}
-
-
 def drive(report: Report, which: str, case: dict[str, Any]) -> None:
     """One case into the report, part by part."""
     prenorm = case.get("prenorm")
@@ -367,9 +335,9 @@ def run(report: Report) -> int:
         report.save()
     report.out["transport"] = start()
     if DEVICE == "cuda":
-        rows = (512, 2048, 4096)
-        report.out["bf16x3_calls_that_differ_of_20"] = {count: kernel_repeats(count) for count in rows}
-        say(f"bf16x3 statistics, calls of 20 that differ: {report.out['bf16x3_calls_that_differ_of_20']}")
+        width = small.STREAMS * int(os.environ["PREFILL_HIDDEN"])
+        report.out["bf16x3_calls_that_differ"] = {rows: differing_calls(rows, width) for rows in (512, 2048, 4096)}
+        say(f"bf16x3 statistics, calls of 20 that differ: {report.out['bf16x3_calls_that_differ']}")
     left = [(which, case) for which in (("cuda",) if DEVICE == "cuda" else ("cuda", "platform")) for case in CASES]
     while left:
         try:
@@ -395,10 +363,8 @@ def main() -> None:
         report.fail(f"rank {RANK}: {type(error).__name__}: {error}")
         code = 1
     if RANK == 0:
-        print(
-            json.dumps({key: report.out[key] for key in ("seconds", "failed", "not_run", "stock_does_not_repeat")}),
-            flush=True,
-        )
+        keys = ("seconds", "failed", "not_run", "stock_does_not_repeat")
+        print(json.dumps({key: report.out[key] for key in keys}), flush=True)
     say(f"exit code {code}")
     sys.stderr.flush()
     os._exit(code)
