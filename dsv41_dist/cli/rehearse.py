@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..adapters import REGISTRY, Adapter, Guarantee
 from ..comm.errors import ArgumentError
+from ..comm.settings import CommSettings
 from ..engine.gates import GateError, Gates
 from ..engine.survey import cache_folder
 from ..rehearsal.gate_sets import every_gate, left_out
@@ -22,6 +23,7 @@ from ..rehearsal.settings import PACKAGE_ROOT, Boot, Stage, default_stages
 from ..rehearsal.tiny_config import TinyConfig
 from ..rehearsal.tiny_model import checkpoint_folder
 from ..rehearsal.verdict import Outcome, compare
+from .environment import environment
 
 __all__ = ["engine_python", "engine_tree", "parse_gates", "rehearse"]
 
@@ -114,21 +116,22 @@ def rehearse(
         outcomes.append(boot_engine(python, _with(boot, values), name, timeout_s=bound, folder=kept, say=say))
     ran = len(outcomes) == 2 and not any(outcome.problem for outcome in outcomes)
     comparison = compare(outcomes[0], outcomes[1], exact) if ran else None
-    problems, notes = judge(outcomes, comparison, owners, must_fire)
+    problems, notes = judge(outcomes, comparison, owners, must_fire, device, graphs)
     if gates == "all":
         notes += [f"{name} is left out: {why}" for name, why in left_out(names).items()]
     if not chosen and not outcomes[0].problem:
         problems += compare(outcomes[0], outcomes[0]).problems  # the ranks among themselves
         notes.append("no gate is set: this was the stock engine alone")
     seconds = time.monotonic() - start
+    what = " ".join(f"{name}={value}" for name, value in chosen.items()) or "no gates"
+    mode = "".join([", DSpark" if draft else ", no draft", ", order-free sums" if boot.order_free else ""])
+    where = "CPU processes" if device == "cpu" else f"GPUs{', decoding from CUDA graphs' if graphs else ', eager'}"
+    engine = f"SGLang {outcomes[0].version or '?'}, TP{ranks} on {where}"
+    header = f"dsv41_dist rehearse: {engine}{' over HTTP' if http else ''}, seed {seed}, {what}{mode}"
     if json_out:
-        print(json.dumps(as_json(outcomes, comparison, problems, notes, seconds), indent=1))
+        block = environment(ranks, "rehearse", device, CommSettings())
+        print(json.dumps(as_json(outcomes, comparison, problems, notes, seconds, header, block), indent=1))
     else:
-        what = " ".join(f"{name}={value}" for name, value in chosen.items()) or "no gates"
-        mode = "".join([", DSpark" if draft else ", no draft", ", order-free sums" if boot.order_free else ""])
-        where = "CPU processes" if device == "cpu" else f"GPUs{', decoding from CUDA graphs' if graphs else ', eager'}"
-        engine = f"SGLang {outcomes[0].version or '?'}, TP{ranks} on {where}"
-        header = f"dsv41_dist rehearse: {engine}{' over HTTP' if http else ''}, seed {seed}, {what}{mode}"
         print(text(outcomes, comparison, problems, notes, header, seconds))
     return 1 if problems else 0
 

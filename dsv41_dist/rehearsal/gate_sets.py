@@ -15,12 +15,18 @@ __all__ = ["ADAPTERS", "Rehearsed", "cannot_fire", "every_gate", "left_out"]
 class Rehearsed:
     """`gates`: values for a model of this size; none: the adapter is left out, for the reason in `silent`.
 
-    `silent` beside gates: the adapter is installed, and this is why it cannot fire on CPU processes.
+    `silent` beside gates: the adapter is installed, and this is why it cannot fire on CPU processes; `silent_eager` and
+    `silent_graphs`: on GPUs, where decode is eager and where it is from CUDA graphs. Empty where it can.
     """
 
     gates: Mapping[str, str] = field(default_factory=dict[str, str])
     silent: str = ""
+    silent_eager: str = ""
+    silent_graphs: str = ""
 
+
+_SM12X = "it acts where torch reports an SM12x GPU: any other boots without it"
+_NARROW = "on Hopper the engine calls hc_mix_stats_sinkhorn for a single row only, on Blackwell for every batch"
 
 ADAPTERS: Mapping[str, Rehearsed] = {
     "draft_tau": Rehearsed({"DSV41_DRAFT_TAU": "0.8"}),
@@ -28,6 +34,7 @@ ADAPTERS: Mapping[str, Rehearsed] = {
     "folded_result_fence": Rehearsed(
         {"DSV41_FOLDED_FENCE": "1"},
         "it wraps the accept folded into the verify graph, and there are no CUDA graphs here",
+        silent_eager="it wraps the accept folded into the verify graph, and this boot is eager",
     ),
     "verify_cap": Rehearsed({"DSV41_VERIFY_CAP": "conf:0.5"}),
     "router_live": Rehearsed({"DSV41_ROUTER_LIVE": "1"}),
@@ -42,10 +49,10 @@ ADAPTERS: Mapping[str, Rehearsed] = {
     "hc_fused": Rehearsed(
         {"DSV41_HC_FUSED": "1", "DSV41_HC_FUSED_MIN": "128"},
         "the engine makes these statistics by hc_mix_stats_sinkhorn for CUDA tensors only",
+        _NARROW,
+        _NARROW,
     ),
-    "sm12x_dense_candidates": Rehearsed(
-        {"DSV41_SM12X_DENSE": "1"}, "it acts where torch reports an SM12x GPU: any other boots without it"
-    ),
+    "sm12x_dense_candidates": Rehearsed({"DSV41_SM12X_DENSE": "1"}, _SM12X, _SM12X, _SM12X),
 }
 
 
@@ -63,6 +70,9 @@ def left_out(adapters: Iterable[str]) -> dict[str, str]:
     return {adapter: entry.silent for adapter, entry in known.items() if not entry.gates}
 
 
-def cannot_fire(adapter: str) -> str:
-    """Why an adapter does not fire on CPU processes; "" if it can."""
-    return ADAPTERS.get(adapter, Rehearsed()).silent
+def cannot_fire(adapter: str, device: str = "cpu", graphs: bool = False) -> str:
+    """Why an adapter does not fire on CPU processes, or on GPUs (`device` cuda); "" if it can."""
+    entry = ADAPTERS.get(adapter, Rehearsed())
+    if device == "cpu":
+        return entry.silent
+    return entry.silent_graphs if graphs else entry.silent_eager

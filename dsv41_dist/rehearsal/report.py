@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +14,12 @@ __all__ = ["as_json", "judge", "text"]
 
 
 def judge(
-    outcomes: Sequence[Outcome], comparison: Comparison | None, wanted: Iterable[str], must_fire: bool
+    outcomes: Sequence[Outcome],
+    comparison: Comparison | None,
+    wanted: Iterable[str],
+    must_fire: bool,
+    device: str = "cpu",
+    graphs: bool = False,
 ) -> tuple[list[str], list[str]]:
     """(problems, notes). Any problem means NOT READY. `wanted`: adapters whose gates are set."""
     problems = [f"{outcome.name}: {outcome.problem}" for outcome in outcomes if outcome.problem]
@@ -28,7 +33,7 @@ def judge(
     for name in wanted:
         state = entries.get(name, {}).get("state", "not in the boot report")
         counts = adapted.fired.get(name, [])
-        why = cannot_fire(name)
+        why = cannot_fire(name, device, graphs)
         if state == "native" or (counts and all(counts)):
             continue
         if any(counts):
@@ -92,11 +97,15 @@ def as_json(
     problems: Sequence[str],
     notes: Sequence[str],
     seconds: float,
+    header: str = "",
+    environment: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The same as data, without the per-row digests."""
     boots = [{**asdict(outcome), "ranks": {r: len(f) for r, f in outcome.ranks.items()}} for outcome in outcomes]
     return {
         "ready": not problems,
+        "command": header,
+        "environment": None if environment is None else dict(environment),
         "seconds": round(seconds, 1),
         "problems": list(problems),
         "notes": list(notes),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .stand_ins.install import ORDER_FREE
-from .stand_ins.on_gpu import ABSENT, DEVICE, write_absent
+from .stand_ins.on_gpu import ABSENT, DEVICE, RANKS, write_absent
 
 __all__ = ["PACKAGE_ROOT", "Boot", "Stage", "default_stages", "engine_environment", "write_site"]
 
@@ -152,7 +152,8 @@ def _on_cpu(boot: Boot) -> dict[str, str]:
 def _on_gpu(boot: Boot) -> dict[str, str]:
     # The replay tail's own prefill graph (0.5.23) has no room for a sliding-window layer among the late ones, as here:
     # it writes that layer's keys at a bucket's rows from inside the graph, and the tail has fewer.
-    env = {DEVICE: "cuda", ABSENT: ",".join(boot.absent), "SGLANG_DSV4_DECODER_TAIL_GRAPH_MAX_ROWS": "0"}
+    env = {DEVICE: "cuda", ABSENT: ",".join(boot.absent), RANKS: str(boot.tp)}
+    env["SGLANG_DSV4_DECODER_TAIL_GRAPH_MAX_ROWS"] = "0"
     if "deep_gemm" in boot.absent:
         # The second is about a schedule for DeepGEMM's paged kernel, which V4.1's indexer does not use on Hopper.
         env |= {"SGLANG_ENABLE_JIT_DEEPGEMM": "0", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}

@@ -195,10 +195,13 @@ def write_checkpoint(
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
     _json(partial / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
     (partial / stamp.name).write_text(digest)
+    if stamp.is_file() and stamp.read_text() == digest:  # another process was faster, and may be in use by now
+        shutil.rmtree(partial)
+        return folder
     shutil.rmtree(folder, ignore_errors=True)
     try:
         partial.rename(folder)
-    except OSError:  # another process was faster
+    except OSError:
         shutil.rmtree(partial)
     return folder
 

@@ -42,10 +42,11 @@ def server_arguments(boot: Boot) -> dict[str, Any]:
     }
     if boot.device == "cuda":
         # The experts' stand-in takes this runner's place. Custom all-reduce is in sgl_kernel, autotuning in FlashInfer.
-        arguments |= {"moe_runner_backend": "triton"} if "flashinfer" in boot.absent else {}
+        arguments |= {"moe_runner_backend": "triton"} if "flashinfer" in boot.absent or boot.order_free else {}
         arguments |= {"disable_custom_all_reduce": True} if "sgl_kernel" in boot.absent else {}
         arguments |= {"disable_flashinfer_autotune": True, "cuda_graph_max_bs_decode": 16}
-        arguments |= {"disable_prefill_cuda_graph": True}
+        # On a GPU prefill_sp leaves chunks of at most 384 rows to the engine.
+        arguments |= {"disable_prefill_cuda_graph": True, "chunked_prefill_size": 512}
     if boot.speculative:
         arguments["speculative_algorithm"] = "DSPARK"
     return arguments

@@ -11,7 +11,7 @@ __all__ = ["differing_calls"]
 
 def differing_calls(rows: int, width: int, calls: int = 20) -> dict[str, int]:
     """Of `calls` calls of 0.5.23's hc_mix_stats_sinkhorn_bf16x3 on the same x [rows, width]: how many give other bytes
-    than the first, by the kernel's pipeline stages: 3 are the engine's own; with 1 no load is in flight beside a product.
+    than the first, by the kernel's pipeline stages. 3 are the engine's own; with 1 no load is in flight in a product.
     """
     from sglang.kernels.ops.layernorm import mhc
 

@@ -66,9 +66,9 @@ from tests.engine.split_ranks import state_of  # noqa: E402
 say("imported")
 
 ROWS = tuple(int(n) for n in os.environ.get("PREFILL_ROWS", "4096,8192" if DEVICE == "cuda" else "256").split(","))
-# 4100: a shard that no tile divides. late: the tail ends the shards at layer 2. 2048: on Hopper 0.5.23 makes the statistics
-# of 32 to 4095 rows by a pipelined kernel which, compiled by Triton 3.6, does not repeat its own bytes (mix_repeats counts
-# it). So that size runs with the engine's other kernel too, and with the first one only where it repeats.
+# 4100: a shard that no tile divides. late: the tail ends the shards at layer 2. 2048: on Hopper 0.5.23 makes the
+# statistics of 32 to 4095 rows by a pipelined kernel which, compiled by Triton 3.6, does not repeat its own bytes
+# (mix_repeats counts it). So that size runs with the engine's other kernel too, with the first one where it repeats.
 CASES: list[dict[str, Any]] = [
     *({"rows": rows} for rows in ROWS),
     {"rows": ROWS[0] + 4},

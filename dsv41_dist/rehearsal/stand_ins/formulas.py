@@ -71,15 +71,17 @@ def expert_mlp(
     limit: float | None,
     order_free: bool = False,
     scale: float = 1.0,
+    static: bool = False,
 ) -> torch.Tensor:
     """Routed experts: sum over a row's experts of weight * w2(silu(gate) * up).
 
     x [m, h]; w13 fp32 [e, 2 * i, h] with the gate's rows first; w2 fp32 [e, h, i]; weights [m, k] and ids [m, k], where
     an id below zero is none. A row's sum is taken in the order of its k slots, in fp32, then times `scale`. Returns x's
-    dtype. `order_free`: see order_free_product.
+    dtype. `order_free`: see order_free_product. `static`: every expert on every row, so that no shape depends on the
+    routing, as inside a CUDA graph.
     """
     out = torch.zeros(x.shape[0], ids.shape[1], w2.shape[1], device=x.device)
-    if x.is_cuda:  # no shape may depend on the routing: this runs inside CUDA graphs
+    if static:
         for expert in range(w13.shape[0]):
             mine = ids == expert
             share = (weights.float() * mine).sum(1, keepdim=True)

@@ -377,6 +377,7 @@ def replace_experts(module: Any) -> None:
             self.moe_runner_config.swiglu_limit,
             order_free(),
             1.0 if scale is None else scale,
+            static=dispatch_output.hidden_states.is_cuda,
         )
         return StandardCombineInput(hidden_states=out)
 

@@ -11,10 +11,11 @@ from typing import Any
 from . import absent
 from .install import AfterImport, order_free, replace, replace_experts, replace_linear
 
-__all__ = ["ABSENT", "DEVICE", "PACKAGES", "USED", "install", "write_absent"]
+__all__ = ["ABSENT", "DEVICE", "PACKAGES", "RANKS", "USED", "install", "write_absent"]
 
 DEVICE = "REHEARSAL_DEVICE"
 ABSENT = "REHEARSAL_ABSENT"  # names, separated by commas
+RANKS = "REHEARSAL_RANKS"
 USED = "stand_ins.json"  # written into the folder of the records: the names of those that are in use
 # What the engine imports on CUDA without asking. Without the others it takes other kernels of its own.
 REQUIRED = ("sgl_kernel", "deep_gemm")
@@ -50,7 +51,7 @@ def install() -> None:
     missing = [name for name in os.environ.get(ABSENT, "").split(",") if name]
     used = [name for name in REQUIRED if name in missing]
     after = AfterImport()
-    if "flashinfer" in missing:
+    if "flashinfer" in missing or order_free():
         used.append("mxfp4_experts")
         after.add("sglang.srt.layers.quantization.fp8", replace_experts)
     if "tilelang" in missing:
@@ -59,8 +60,9 @@ def install() -> None:
     if {"flashinfer", "deep_gemm"} <= set(missing):
         used.append("deep_select")
         after.add("sglang.kernels.ops.attention.deep_select", _no_deep_select)
-    used.append("head_padding")
-    after.add("sglang.srt.models.deepseek_v4", _pad_heads)
+    if os.environ.get(RANKS) == "1":
+        used.append("head_padding")
+        after.add("sglang.srt.models.deepseek_v4", _pad_heads)
     if order_free():
         used.append("block_fp8_linear")
         after.add("sglang.srt.layers.quantization.fp8_utils", replace_linear)

@@ -39,7 +39,11 @@ def _launch(
 
 
 def rmsnorm(
-    input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: torch.Tensor | None = None, **_: Any
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+    enable_pdl: Any = None,
 ) -> torch.Tensor:
     """sgl_kernel.rmsnorm: input [m, n] / rms(input) * weight [n], in fp32, rounded once to input's dtype."""
     input = input.contiguous()
@@ -49,13 +53,13 @@ def rmsnorm(
 
 
 def fused_add_rmsnorm(
-    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, **_: Any
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, enable_pdl: Any = None
 ) -> None:
     """sgl_kernel.fused_add_rmsnorm, in place: residual += input; input = rmsnorm of that sum in fp32. Both [m, n]."""
     _launch(input, residual, weight, input, eps, True)
 
 
-def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
+def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """sgl_kernel.silu_and_mul: [m, 2 n] -> [m, n], silu of the first half times the second, in fp32."""
     gate, up = input.float().chunk(2, dim=-1)
     value = (torch.nn.functional.silu(gate) * up).to(input.dtype)
