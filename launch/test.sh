@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Every test that needs no GPU:
 #   launch/test.sh [--full] [lint|unit|torchrun|mpirun|faults|rehearsal|engine ...]   (default: all parts)
-# --full adds to `engine` the tests of every adapter on the real classes of three releases, and to `rehearsal` the boots of
-# the real engine: two hours on two cores.
+# `rehearsal` boots the real engine twice, stock and adapted. --full adds to it the boots for everything else, and to
+# `engine` the tests of every adapter on the real classes of three releases: two hours on two cores.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
 cd "$ROOT"
@@ -15,13 +15,11 @@ unit() { timeout --kill-after=10 600 "$PY" -m pytest tests/unit -q; }
 torchrun() { launch/torchrun_tests.sh; }
 mpirun() { launch/mpirun_tests.sh; }
 rehearsal() {
-  local skip=(--ignore tests/rehearsal/test_boots.py --ignore tests/rehearsal/test_faults.py)
-  if [ -n "$full" ]; then
-    skip=()
-    DSV41_ENGINE_PYTHON=$(timeout --kill-after=10 900 launch/engine_env.sh) || return
-    export DSV41_ENGINE_PYTHON DSV41_REQUIRE_ENGINE=1
-  fi
-  timeout --kill-after=10 7200 "$PY" -m pytest tests/rehearsal -q "${skip[@]}"
+  local python most=(--ignore tests/rehearsal/test_boots.py --ignore tests/rehearsal/test_faults.py)
+  [ -n "$full" ] && most=()
+  python=$(timeout --kill-after=10 900 launch/engine_env.sh) || return
+  DSV41_ENGINE_PYTHON=$python DSV41_REQUIRE_ENGINE=1 timeout --kill-after=10 7200 \
+    "$PY" -m pytest tests/rehearsal -q "${most[@]}"
 }
 engine() {
   local python tests=(tests/engine/test_{doctor,fence,plugin_door,four_ranks,speculative_facts}.py)

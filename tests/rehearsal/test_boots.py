@@ -95,7 +95,9 @@ def test_every_layer_and_every_ranks_shard_count(rehearsals, tmp_path, layer):
 
 
 def test_one_flipped_bit_is_not_ready(rehearsals):
-    stock, wrong = rehearsals.stock(tp=2), rehearsals.stock(tp=2, extra_path=(str(PLUGINS / "flip"),))
+    # The second step in which all ten prompts decode.
+    what = {"extra_path": (str(PLUGINS / "flip"),), "extra_env": {"REHEARSAL_FLIP": "10 2"}}
+    stock, wrong = rehearsals.stock(tp=2), rehearsals.stock(tp=2, **what)
     found = compare(stock, wrong)
     assert not found.logits_equal
     assert any("logits bytes differ first at forward 11" in problem for problem in found.problems)
