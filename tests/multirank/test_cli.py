@@ -1,51 +1,17 @@
 """The command line as a user meets it: real processes, real launchers, exit codes, one-line errors."""
 
 import json
-import multiprocessing
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from dsv41_dist.cli.app import main
-
-ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
-MPIRUN = BIN / "mpirun" if (BIN / "mpirun").exists() else Path("mpirun")
-CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("DSV41_", "OMPI_", "PMIX_", "RANK", "WORLD_SIZE"))}
-CLEAN |= {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
-
-
-def run(*command, timeout=100, **env):
-    return subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=timeout, cwd=ROOT, env={**CLEAN, **env}
-    )
-
-
-def cli(*arguments, **env):
-    return run(sys.executable, "-m", "dsv41_dist", *arguments, **env)
-
-
-def torchrun(size, *arguments, **env):
-    return run(
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size, *arguments, **env
-    )
-
-
-def mpirun(size, *arguments, **env):
-    return run(MPIRUN, "--oversubscribe", "-np", size, sys.executable, *arguments, **env)
+from tests.multirank.commands import ROOT, cli, cold_cli, mpirun, refused, torchrun
 
 
 def test_preflight_is_ready_and_says_so():
-    done = cli("preflight", "--ranks", "4")
+    done = cold_cli("preflight", "--ranks", "4")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("READY: 4 ranks")
     assert "[6, 1792] 4/4/3/3" in done.stdout
@@ -97,11 +63,19 @@ def test_bench_writes_what_it_measured(tmp_path):
     assert content["env"]["world_size"] == 4
 
 
-@pytest.mark.parametrize("op", ["all_gather_columns", "all_gather", "all_reduce", "reduce_scatter", "seqpar"])
+WIRED = ["all_gather_columns", "all_gather", "all_reduce", "reduce_scatter", "seqpar"]
+SMALL = ["--ranks", "2", "--tokens", "6", "--hidden", "256", "-n", "2", "--json", "-"]
+
+
+def test_nothing_wrong_on_the_wire_is_exit_0():
+    done = cli("bench", *WIRED, *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert {row["op"] for row in json.loads(done.stdout)["rows"] if row["wrong"] == 0} >= set(WIRED)
+
+
+@pytest.mark.parametrize("op", WIRED)
 def test_one_flipped_byte_on_the_wire_is_exit_1(op):
-    arguments = ["bench", op, "--ranks", "2", "--tokens", "6", "--hidden", "256", "-n", "2", "--json", "-"]
-    assert cli(*arguments).returncode == 0
-    done = cli(*arguments, "--flip-byte", "1")
+    done = cli("bench", op, *SMALL, "--flip-byte", "1")
     assert done.returncode == 1
     assert json.loads(done.stdout)["rows"][0]["wrong"] > 0
 
@@ -189,28 +163,13 @@ BAD = {
 }
 
 
-def refused(arguments, text, monkeypatch, capsys):
-    """The command ends with 2 and one line that has `text`, before any rank is started."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["dsv41_dist", *arguments])
-    started = multiprocessing.active_children()
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr()
-    assert ended.value.code == 2
-    assert text in said.err
-    assert len(said.err.strip().splitlines()) == 1
-    assert said.out == ""
-    assert multiprocessing.active_children() == started
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_and_exit_2(name, monkeypatch, capsys):
     refused(*BAD[name], monkeypatch, capsys)
 
 
 def test_bad_input_of_a_real_process():
-    done = cli("bench", "all_swim")
+    done = cold_cli("bench", "all_swim")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: OP 'all_swim': allowed is all_reduce, ")
 
@@ -227,7 +186,7 @@ def test_bad_input_of_a_real_process():
     ],
 )
 def test_a_bad_environment_is_one_line_and_exit_2(env, text):
-    done = cli("preflight", **env)
+    done = cold_cli("preflight", **env)
     assert done.returncode == 2
     assert text in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

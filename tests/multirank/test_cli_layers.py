@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.multirank.test_cli import cli, mpirun, refused, torchrun
+from tests.multirank.commands import cli, mpirun, refused, torchrun
 
 SPLIT = ["bench", "split", "--tokens", "1,6", "--columns", "896", "--hidden", "256", "--draft", "512x64", "-n", "2"]
 PREFILL = ["bench", "prefill", "--tokens", "256", "--hidden", "64", "--layers", "1", "-n", "2"]
