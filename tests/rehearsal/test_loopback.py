@@ -47,7 +47,8 @@ def one_rank(rank: int, world: int, store: str, mute: int, answers) -> None:
 
 
 def answers_of(tmp_path, world: int, mute: int = -1) -> dict[int, str]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "dsv41_dist.comm.create", "dsv41_dist.comm.reference"])
     answers = context.SimpleQueue()
     processes = [
         context.Process(target=one_rank, args=(rank, world, str(tmp_path / "store"), mute, answers), daemon=True)
