@@ -12,9 +12,9 @@ The emitted tokens follow p exactly, whatever q; P(tau >= i | x_1..x_i) = w_i. W
 g = live[b] - 1: exact as long as [live > j] follows from x_1..x_{j-1} alone.
 
 `block_laws` is the definition in plain torch and the tests' subject for exact enumeration. `block_verify` decides by
-counter-based noise, the same on every rank that holds the same key and counter: on a GPU by Triton kernels that read
-logits (bytes moved per request: passes over 2 g + 1, up to 2 g - 2 and 2 rows of V logits, so at most 21 V x 4 bytes
-at g = 5, 10.9 MB at V = 129280: 2.3 us at 4.8 TB/s), elsewhere by the twin `block_verify_torch`.
+counter-based noise, the same on every rank that holds the same key and counter: on a GPU by one Triton kernel that
+reads logits (bytes moved per request: passes over 2 g + 1, up to 2 g - 2 and 2 rows of V logits, so at most 21 V x 4
+bytes at g = 5, 10.9 MB at V = 129280: 2.3 us at 4.8 TB/s), elsewhere by the twin `block_verify_torch`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ _COINS, _TOKENS = 0, 1  # the noise's domains
 class NoiseState:
     """Key and step counter of the noise, on the device: int64 [2]. Each `block_verify` call takes one step.
 
-    Ranks that start with the same key and make the same calls draw the same noise.
+    Ranks that start with the same key and make the same calls draw the same noise. Calls with one state must follow
+    each other, as on one stream: two at once would take the same step, and their programs would count themselves into
+    the same barrier (`arrivals`, int64 [1]).
     """
 
     def __init__(self, key: int, device: torch.device | str) -> None:
         self.key = int(key) & 0x7FFFFFFFFFFFFFFF
         self.state = torch.tensor([self.key, 0], dtype=torch.int64, device=device)
+        self.arrivals = torch.zeros(1, dtype=torch.int64, device=device)
 
 
 class BlockVerdict(NamedTuple):

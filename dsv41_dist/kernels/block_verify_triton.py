@@ -1,13 +1,7 @@
-"""The kernels of block_verify.py: four launches, each spread over requests, rows and tiles of the vocabulary.
+"""The kernel of block_verify.py: four phases (block_verify_phases.py) over requests, rows and tiles of the vocabulary.
 
-1. `_row_stats`: maximum and sum of exponentials of each tile of every target and draft row.
-2. `_excess`: partial sums of S_i, for the drafts whose coin is below w_i.
-3. `_choose`: every tile's program decides tau (the same decision from the same words) and races the correction token
-   over its tile.
-4. `_finish`: the winner of the tiles; advances the noise.
-
-One launch would need a barrier over the whole grid. Nothing is read on the host.
-No libdevice: the interpreter has no body for it.
+A step is one launch on a GPU: a cooperative grid whose programs take turns at a phase's work items and meet in a
+barrier before the next phase. Elsewhere it is a launch for each phase, of the same code. Nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -18,258 +12,91 @@ import torch
 import triton
 import triton.language as tl
 
+from .block_verify_phases import choose, excess, finish, row_stats
+
 if TYPE_CHECKING:
     from .block_verify import NoiseState
 
 __all__ = ["launch"]
 
 _TILE = 4096
+# Programs of one launch that each SM holds. Their registers are capped so that this many fit.
+_PROGRAMS_PER_SM = 2
+_REGISTERS_PER_SM = 65536  # every NVIDIA GPU from sm_60 on
 
 
 @triton.jit
-def _tile_row(pointer, at, offsets, mask):
-    return tl.load(pointer + at + offsets, mask=mask, other=float("-inf")).to(tl.float32)
+def _meet(arrivals):
+    """Wait until every program of the grid is here, and see what they stored before.
+
+    `arrivals` counts barriers in its high half: one barrier adds 2^32 in all, whatever the grid, so that the count
+    needs no reset, not after a replay nor before a graph with another grid. The wait has no bound, because a
+    cooperative launch is all or nothing: the driver starts every program that is waited for, or refuses the launch.
+    """
+    programs = tl.num_programs(0)
+    mine = tl.where(tl.program_id(0) == 0, 4294967297 - programs.to(tl.int64), 1)
+    tl.debug_barrier()  # All threads' stores come before the arrival, and their loads after the wait.
+    seen = tl.atomic_add(arrivals, mine, sem="acq_rel", scope="gpu")
+    now = seen + mine
+    while (now >> 32) == (seen >> 32):
+        now = tl.atomic_add(arrivals, tl.full((), 0, tl.int64), sem="acquire", scope="gpu")
+    tl.debug_barrier()
 
 
-@triton.jit
-def _row_stats(
-    target, draft, t_temp, d_temp, live, part_max, part_sum,
-    target_stride, draft_stride_b, draft_stride_g, vocab, tiles,
-    GAMMA: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_DRAFT: tl.constexpr, HAS_LIVE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Slots of the statistics: request b has 2 GAMMA + 1 rows, the target's first."""
-    slot = tl.program_id(0)
-    tile = tl.program_id(1)
-    ROWS: tl.constexpr = 2 * GAMMA + 1
-    b = slot // ROWS
-    row = slot % ROWS
-    is_target = row <= GAMMA
-    k = tl.where(is_target, row, row - GAMMA - 1)
-    wanted = (is_target & HAS_TARGET) | ((row > GAMMA) & HAS_DRAFT)
-    if HAS_LIVE:
-        wanted = wanted & (k < tl.load(live + b))
-    if wanted:
-        offsets = tile * TILE + tl.arange(0, TILE)
-        mask = offsets < vocab
-        if is_target:
-            temperature = tl.load(t_temp + b)
-            x = _tile_row(target, (b * (GAMMA + 1) + k).to(tl.int64) * target_stride, offsets, mask)
-        else:
-            temperature = tl.load(d_temp + b)
-            x = _tile_row(draft, b.to(tl.int64) * draft_stride_b + k * draft_stride_g, offsets, mask)
-        top = tl.max(x, axis=0)
-        # A tile of -inf has no maximum to subtract; a NaN must come out as NaN.
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.sum(tl.where(mask, tl.exp((x - shift) / temperature), 0.0), axis=0)
-        tl.store(part_max + slot * tiles + tile, top)
-        tl.store(part_sum + slot * tiles + tile, total)
-
-
-@triton.jit
-def _norm(part_max, part_sum, slot, temperature, tiles, TILES: tl.constexpr):
-    """(maximum, log of the sum of exponentials) of a row, from its tiles."""
-    at = tl.arange(0, TILES)
-    tops = tl.load(part_max + slot * tiles + at, mask=at < tiles, other=float("-inf"))
-    sums = tl.load(part_sum + slot * tiles + at, mask=at < tiles, other=0.0)
-    top = tl.max(tops, axis=0)
-    scaled = tl.where(tops == float("-inf"), 0.0, sums * tl.exp((tops - top) / temperature))
-    return top, tl.log(tl.sum(scaled, axis=0))
-
-
-@triton.jit
-def _weight_step(
-    log_w, b, j, candidates, target, draft, t_temp, d_temp, part_max, part_sum,
-    target_stride, draft_stride_b, draft_stride_g, tiles,
-    GAMMA: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_DRAFT: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """log w_{j+1} from log w_j."""
-    x = tl.load(candidates + b * (GAMMA + 1) + j + 1).to(tl.int64)
-    slot = b * (2 * GAMMA + 1)
-    value = tl.load(target + (b * (GAMMA + 1) + j).to(tl.int64) * target_stride + x).to(tl.float32)
-    if HAS_TARGET:
-        temperature = tl.load(t_temp + b)
-        top, log_sum = _norm(part_max, part_sum, slot + j, temperature, tiles, TILES)
-        log_p = (value - top) / temperature - log_sum
-    else:
-        log_p = tl.where(value >= 0.0, tl.log(value), float("nan"))
-    log_q = 0.0
-    if HAS_DRAFT:
-        temperature = tl.load(d_temp + b)
-        value = tl.load(draft + b.to(tl.int64) * draft_stride_b + j * draft_stride_g + x).to(tl.float32)
-        top, log_sum = _norm(part_max, part_sum, slot + GAMMA + 1 + j, temperature, tiles, TILES)
-        log_q = (value - top) / temperature - log_sum
-    # Comparisons with NaN are false: a law that is none accepts nothing. An approximate logarithm may leave a
-    # probability of 1 a hair above it; that is 1, not "no probability".
-    usable = (log_q > float("-inf")) & (log_q <= 1.0) & (log_p <= 1.0)
-    step = log_w + tl.minimum(log_p, 0.0) - tl.minimum(log_q, 0.0)
-    return tl.where(usable, tl.minimum(step, 0.0), float("-inf"))
-
-
-@triton.jit
-def _coin(coins, state, b, j, GAMMA: tl.constexpr, HAS_COINS: tl.constexpr):
-    if HAS_COINS:
-        value = tl.load(coins + b * GAMMA + j)
-    else:
-        word = _word(tl.full((1,), j, tl.uint32), b, state, 0)
-        value = tl.sum((word >> 8).to(tl.float32) * 5.9604644775390625e-08, axis=0)
-    return value
-
-
-@triton.jit
-def _word(column, row, state, DOMAIN: tl.constexpr):
-    """First word of Philox-4x32-10 at (column, row, step, domain); philox.py has the same in torch."""
-    key = tl.load(state)
-    step = tl.load(state + 1)
-    zero = column * 0
-    c1 = zero + row.to(tl.uint32)
-    c2 = zero + (step & 0xFFFFFFFF).to(tl.uint32)
-    word, _c1, _c2, _c3 = tl.philox(key, column, c1, c2, zero + DOMAIN, 10)
-    return word
-
-
-@triton.jit
-def _laws(
-    offsets, vocab, b, k, with_draft, candidates, target, draft, t_temp, d_temp, part_max, part_sum,
-    target_stride, draft_stride_b, draft_stride_g, tiles,
-    GAMMA: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_DRAFT: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """(log p_k, q_k) over a tile. q is 0 where it is no probability, and everywhere without `with_draft`."""
-    slot = b * (2 * GAMMA + 1)
-    x = _tile_row(target, (b * (GAMMA + 1) + k).to(tl.int64) * target_stride, offsets, offsets < vocab)
-    if HAS_TARGET:
-        temperature = tl.load(t_temp + b)
-        top, log_sum = _norm(part_max, part_sum, slot + k, temperature, tiles, TILES)
-        log_p = (x - top) / temperature - log_sum
-    else:
-        log_p = tl.where(x > 0.0, tl.log(tl.where(x > 0.0, x, 1.0)), float("-inf"))
-    if HAS_DRAFT:
-        temperature = tl.load(d_temp + b)
-        inside = offsets < tl.where(with_draft, vocab, 0)
-        x = _tile_row(draft, b.to(tl.int64) * draft_stride_b + k * draft_stride_g, offsets, inside)
-        top, log_sum = _norm(
-            part_max, part_sum, slot + GAMMA + 1 + tl.where(with_draft, k, 0), temperature, tiles, TILES
-        )
-        q = tl.exp((x - top) / temperature - log_sum)
-        q = tl.where(with_draft & (q <= 2.0), tl.minimum(q, 1.0), 0.0)
-    else:
-        drafted = tl.load(candidates + b * (GAMMA + 1) + tl.where(with_draft, k + 1, 0))
-        q = tl.where(with_draft & (offsets == drafted), 1.0, 0.0)
-    return log_p, q
-
-
-@triton.jit
-def _excess(
-    candidates, target, draft, t_temp, d_temp, live, coins, state, part_max, part_sum, part_excess,
-    target_stride, draft_stride_b, draft_stride_g, vocab, tiles,
+@triton.jit(do_not_specialize=["bs"])
+def _verify(
+    candidates, target, draft, t_temp, d_temp, live, coins, state, arrivals, part_max, part_sum, part_excess,
+    lengths, bonus, weights, thresholds, best, best_at, bs, target_stride, draft_stride_b, draft_stride_g, vocab, tiles,
     GAMMA: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_DRAFT: tl.constexpr, HAS_LIVE: tl.constexpr,
-    HAS_COINS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    HAS_COINS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0)
-    i = tl.program_id(1) + 1
-    tile = tl.program_id(2)
-    total = 0.0
-    needed = True
-    if HAS_LIVE:
-        needed = i < tl.load(live + b) - 1
-    if needed:
-        log_w = 0.0
-        coin = 0.0
-        for j in tl.static_range(GAMMA - 1):
-            step = _weight_step(
-                log_w, b, j, candidates, target, draft, t_temp, d_temp, part_max, part_sum,
-                target_stride, draft_stride_b, draft_stride_g, tiles, GAMMA, HAS_TARGET, HAS_DRAFT, TILES,
+    """PHASE 1 to 4: that phase alone. 0: all of them, in a cooperative launch."""
+    first = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if PHASE == 0 or PHASE == 1:
+        for item in range(first, bs * (2 * GAMMA + 1) * tiles, programs):
+            row_stats(
+                item // tiles, item % tiles, target, draft, t_temp, d_temp, live, part_max, part_sum,
+                target_stride, draft_stride_b, draft_stride_g, vocab, tiles, GAMMA, HAS_TARGET, HAS_DRAFT, HAS_LIVE,
+                TILE,
             )  # fmt: skip
-            log_w = tl.where(j < i, step, log_w)
-            coin = tl.where(j < i, _coin(coins, state, b, j, GAMMA, HAS_COINS), coin)
-        # h_i <= w_i: a coin that is not below w_i needs no S_i.
-        if coin < tl.exp(log_w):
-            offsets = tile * TILE + tl.arange(0, TILE)
-            mask = offsets < vocab
-            log_p, q = _laws(
-                offsets, vocab, b, i, True, candidates, target, draft, t_temp, d_temp, part_max, part_sum,
-                target_stride, draft_stride_b, draft_stride_g, tiles, GAMMA, HAS_TARGET, HAS_DRAFT, TILES,
+    if GAMMA > 1:
+        if PHASE == 0:
+            _meet(arrivals)
+        if PHASE == 0 or PHASE == 2:
+            for item in range(first, bs * (GAMMA - 1) * tiles, programs):
+                row = item // tiles
+                excess(
+                    row // (GAMMA - 1), row % (GAMMA - 1) + 1, item % tiles, candidates, target, draft, t_temp, d_temp,
+                    live, coins, state, part_max, part_sum, part_excess, target_stride, draft_stride_b, draft_stride_g,
+                    vocab, tiles, GAMMA, HAS_TARGET, HAS_DRAFT, HAS_LIVE, HAS_COINS, TILE, TILES,
+                )  # fmt: skip
+    if PHASE == 0:
+        _meet(arrivals)
+    if PHASE == 0 or PHASE == 3:
+        for item in range(first, bs * tiles, programs):
+            choose(
+                item // tiles, item % tiles, candidates, target, draft, t_temp, d_temp, live, coins, state, part_max,
+                part_sum, part_excess, lengths, weights, thresholds, best, best_at, target_stride, draft_stride_b,
+                draft_stride_g, vocab, tiles, GAMMA, HAS_TARGET, HAS_DRAFT, HAS_LIVE, HAS_COINS, TILE, TILES,
             )  # fmt: skip
-            excess = tl.exp(log_w + log_p) - q
-            total = tl.sum(tl.where(mask & (excess > 0.0), excess, 0.0), axis=0)
-    tl.store(part_excess + (b * GAMMA + i) * tiles + tile, total)
+    if PHASE == 0:
+        _meet(arrivals)
+    if PHASE == 0 or PHASE == 4:
+        for b in range(first, bs, programs):
+            finish(b, best, best_at, bonus, state, tiles, TILES)
 
 
-@triton.jit
-def _choose(
-    candidates, target, draft, t_temp, d_temp, live, coins, state, part_max, part_sum, part_excess,
-    lengths, weights, thresholds, best, best_at, target_stride, draft_stride_b, draft_stride_g, vocab, tiles,
-    GAMMA: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_DRAFT: tl.constexpr, HAS_LIVE: tl.constexpr,
-    HAS_COINS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0)
-    tile = tl.program_id(1)
-    last = GAMMA
-    if HAS_LIVE:
-        last = tl.load(live + b) - 1
-    at = tl.arange(0, TILES)
-    log_w = 0.0
-    tau = b * 0
-    log_w_tau = 0.0
-    tl.store(weights + b * (GAMMA + 1), 1.0, mask=tile == 0)
-    tl.store(thresholds + b * (GAMMA + 1), 1.0, mask=tile == 0)
-    for j in tl.static_range(GAMMA):
-        i = j + 1
-        log_w = _weight_step(
-            log_w, b, j, candidates, target, draft, t_temp, d_temp, part_max, part_sum,
-            target_stride, draft_stride_b, draft_stride_g, tiles, GAMMA, HAS_TARGET, HAS_DRAFT, TILES,
-        )  # fmt: skip
-        w = tl.where(i > last, 0.0, tl.exp(log_w))
-        h = w
-        if i < GAMMA:
-            parts = tl.load(part_excess + (b * GAMMA + i) * tiles + at, mask=at < tiles, other=0.0)
-            total = tl.sum(parts, axis=0)
-            inner = tl.where(w >= 1.0, 1.0, total / (total + (1.0 - w)))
-            h = tl.where(i == last, w, inner)
-        h = tl.where(i > last, 0.0, h)
-        accepted = _coin(coins, state, b, j, GAMMA, HAS_COINS) < h
-        tau = tl.where(accepted, i, tau)
-        log_w_tau = tl.where(accepted, log_w, log_w_tau)
-        tl.store(weights + b * (GAMMA + 1) + i, w, mask=tile == 0)
-        tl.store(thresholds + b * (GAMMA + 1) + i, h, mask=tile == 0)
-    tl.store(lengths + b, tau, mask=tile == 0)
-
-    offsets = tile * TILE + tl.arange(0, TILE)
-    mask = offsets < vocab
-    whole = tau == last
-    log_p, q = _laws(
-        offsets, vocab, b, tau, tau < last, candidates, target, draft, t_temp, d_temp, part_max, part_sum,
-        target_stride, draft_stride_b, draft_stride_g, tiles, GAMMA, HAS_TARGET, HAS_DRAFT, TILES,
-    )  # fmt: skip
-    law = tl.exp(tl.where(whole, 0.0, log_w_tau) + log_p) - q
-    u = (_word(offsets.to(tl.uint32), b, state, 1).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    u = tl.minimum(u, 0.999999940395355224609375)
-    series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
-    clock = tl.log(tl.where(u < 0.015625, series, -tl.log(1.0 - u)))
-    # The race of the correction law, and that of p_tau for the case that rounding left no correction.
-    race = tl.where(mask & (law > 0.0), tl.log(tl.where(law > 0.0, law, 1.0)) - clock, float("-inf"))
-    spare = tl.where(mask & (log_p > float("-inf")), log_p - clock, float("-inf"))
-    slot = b * tiles + tile
-    tl.store(best + slot * 2, tl.max(race, axis=0))
-    tl.store(best_at + slot * 2, tile * TILE + tl.argmax(race, axis=0))
-    tl.store(best + slot * 2 + 1, tl.max(spare, axis=0))
-    tl.store(best_at + slot * 2 + 1, tile * TILE + tl.argmax(spare, axis=0))
+def _programs(device: torch.device) -> int:
+    """Programs that `device` surely holds at once; 0 where there is no cooperative launch (a CPU, the interpreter)."""
+    if device.type != "cuda" or not isinstance(_verify, triton.JITFunction):
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_SM
 
 
-@triton.jit
-def _finish(best, best_at, bonus, state, tiles, TILES: tl.constexpr):
-    b = tl.program_id(0)
-    at = tl.arange(0, TILES)
-    mask = at < tiles
-    slots = (b * tiles + at) * 2
-    race = tl.load(best + slots, mask=mask, other=float("-inf"))
-    spare = tl.load(best + slots + 1, mask=mask, other=float("-inf"))
-    if tl.max(race, axis=0) > float("-inf"):
-        token = tl.load(best_at + (b * tiles + tl.argmax(race, axis=0)) * 2)
-    else:
-        token = tl.load(best_at + (b * tiles + tl.argmax(spare, axis=0)) * 2 + 1)
-    tl.store(bonus + b, token.to(tl.int64))
-    if b == 0:
-        tl.store(state + 1, tl.load(state + 1) + 1)
+def _registers(warps: int) -> int:
+    """A thread's registers at most, so that _PROGRAMS_PER_SM programs of `warps` fit on an SM."""
+    return min(255, _REGISTERS_PER_SM // (32 * warps * _PROGRAMS_PER_SM))
 
 
 def launch(
@@ -282,8 +109,13 @@ def launch(
     live: torch.Tensor | None,
     coins: torch.Tensor | None,
     tile: int = _TILE,
+    programs: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See block_verify.block_verify for the arguments; returns the fields of BlockVerdict."""
+    """See block_verify.block_verify for the arguments; returns the fields of BlockVerdict.
+
+    `programs`: of the one launch, at most as many as the device holds at once (RuntimeError above that); 0: a launch
+    for each phase. None: as many as it holds, or 0 where programs cannot wait for each other. The bytes are the same.
+    """
     bs, rows = candidates.shape
     gamma, vocab = rows - 1, target.shape[1]
     device = target.device
@@ -307,18 +139,24 @@ def launch(
         "HAS_TARGET": target_temperatures is not None,
         "HAS_DRAFT": draft is not None,
         "HAS_LIVE": live is not None,
+        "HAS_COINS": coins is not None,
         "TILE": tile,
+        "TILES": triton.next_power_of_2(tiles),
         "num_warps": 8 if tile >= 2048 else 4,
     }
     live = lengths if live is None else live
-    _row_stats[(bs * (2 * gamma + 1), tiles)](
-        target, logits, t_temp, d_temp, live, part_max, part_sum, *strides, vocab, tiles, **flags
-    )
-    flags |= {"HAS_COINS": coins is not None, "TILES": triton.next_power_of_2(tiles)}
     coins = weights if coins is None else coins.contiguous()
-    shared = (candidates, target, logits, t_temp, d_temp, live, coins, noise.state, part_max, part_sum, part_excess)
-    if gamma > 1:
-        _excess[(bs, gamma - 1, tiles)](*shared, *strides, vocab, tiles, **flags)
-    _choose[(bs, tiles)](*shared, lengths, weights, thresholds, best, best_at, *strides, vocab, tiles, **flags)
-    _finish[(bs,)](best, best_at, bonus, noise.state, tiles, TILES=flags["TILES"])
+    args = (
+        candidates, target, logits, t_temp, d_temp, live, coins, noise.state, noise.arrivals, part_max, part_sum,
+        part_excess, lengths, bonus, weights, thresholds, best, best_at, bs, *strides, vocab, tiles,
+    )  # fmt: skip
+    items = (bs * (2 * gamma + 1) * tiles, bs * (gamma - 1) * tiles, bs * tiles, bs)
+    programs = _programs(device) if programs is None else programs
+    if programs:
+        flags |= {"launch_cooperative_grid": True, "maxnreg": _registers(flags["num_warps"])}
+        _verify[(min(programs, max(items)),)](*args, **flags, PHASE=0)
+        return lengths, bonus, weights, thresholds
+    for phase, count in enumerate(items, 1):
+        if count:
+            _verify[(count,)](*args, **flags, PHASE=phase)
     return lengths, bonus, weights, thresholds

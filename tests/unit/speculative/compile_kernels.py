@@ -12,11 +12,13 @@ from dsv41_dist.kernels import block_verify_triton as block
 from dsv41_dist.kernels import verify_cap_triton as cap
 
 INTS = {"live", "lengths", "best_at", "ids", "packed", "rows_in_use", "out"}
-LONGS = {"candidates", "state", "bonus"}
+LONGS = {"candidates", "state", "bonus", "arrivals"}
 
 
 def kind(name, half):
-    if name.startswith(("target_stride", "draft_stride", "stride_")) or name in ("vocab", "tiles", "confidence_stride"):
+    if name.startswith(("target_stride", "draft_stride", "stride_")):
+        return "i32"
+    if name in ("bs", "vocab", "tiles", "confidence_stride"):
         return "i32"
     if name in INTS:
         return "*i32"
@@ -25,10 +27,14 @@ def kind(name, half):
     return "*bf16" if half and name in ("target", "draft") else "*fp32"
 
 
-def compiles(kernel, constants, warps=4, half=False):
+def compiles(kernel, constants, warps=4, half=False, **options):
+    """The kernel's assembly."""
     signature = {n: "constexpr" if n in constants else kind(n, half) for n in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["cubin"]
+    out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
+    assert out.asm["cubin"]
+    assert out.metadata.launch_cooperative_grid == options.get("launch_cooperative_grid", False)
+    return out.asm["ptx"]
 
 
 for gamma, target, draft, live, coins, half in [
@@ -37,13 +43,18 @@ for gamma, target, draft, live, coins, half in [
     (5, False, True, True, True, False),
     (1, True, False, True, False, False),
 ]:
-    c = {"GAMMA": gamma, "HAS_TARGET": target, "HAS_DRAFT": draft, "HAS_LIVE": live, "TILE": 4096}
-    compiles(block._row_stats, c, 8, half)
-    c |= {"HAS_COINS": coins, "TILES": 32}
-    if gamma > 1:
-        compiles(block._excess, c, 8, half)
-    compiles(block._choose, c, 8, half)
-compiles(block._finish, {"TILES": 32})
+    c = {"GAMMA": gamma, "HAS_TARGET": target, "HAS_DRAFT": draft, "HAS_LIVE": live, "HAS_COINS": coins}
+    c |= {"TILE": 4096, "TILES": 32}
+    one = compiles(block._verify, c | {"PHASE": 0}, 8, half, launch_cooperative_grid=True, maxnreg=block._registers(8))
+    # A barrier arrives with a release and waits with an acquire; nothing is read through the cache for constants, which
+    # would not see what other programs stored.
+    barriers = 3 if gamma > 1 else 2
+    assert one.count("atom.global.gpu.acq_rel.add") == barriers
+    assert one.count("ld.global.gpu.acquire") + one.count("atom.global.gpu.acquire") == barriers
+    assert ".nc" not in one
+    for phase in (1, 2, 3, 4):
+        if gamma > 1 or phase != 2:
+            assert "acq" not in compiles(block._verify, c | {"PHASE": phase}, 8, half)
 for gamma in (1, 5):
     compiles(cap._live_rows, {"GAMMA": gamma}, 1)
 for packed, padding in itertools.product((False, True), repeat=2):

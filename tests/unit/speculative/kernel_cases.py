@@ -56,7 +56,16 @@ def block_case(kind: str, gamma: int, bs: int = 4) -> int:
         # Rows of a wider buffer, and two tiles: what the engine and a real vocabulary have.
         wide = torch.cat([target.view(bs * (gamma + 1), vocab), torch.zeros(bs * (gamma + 1), 3)], 1)[:, :vocab]
         args = (candidates, wide, draft, t_temp, d_temp)
+        before = ours.state.clone()
         got = block_verify_triton.launch(*args, ours, live, coins, tile=16)
+        if step:
+            alone = NoiseState(gamma, "cpu")
+            alone.state.copy_(before)
+            # All phases and barriers in one launch; the interpreter cannot make one program wait for another.
+            one = block_verify_triton.launch(*args, alone, live, coins, tile=16, programs=1)
+            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, one, strict=True))
+            assert torch.equal(ours.state, alone.state)
+            assert (ours.arrivals.item(), alone.arrivals.item()) == (0, (2 + (gamma > 1)) << 32)
         want = block_verify_torch(**dict(zip(_NAMES, args, strict=True)), noise=twin, live=live, coins=coins)
         assert got[0].tolist() == want.correct_len.tolist()
         assert got[1].tolist() == want.bonus.tolist()
