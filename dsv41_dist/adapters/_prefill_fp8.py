@@ -122,6 +122,7 @@ class Fp8Gathers:
         self.kept: dict[str, int] = {}
         self.check = SelfCheck(comm.agreement, "prefill_sp:fp8")
         self._state = state
+        self._named: set[int] = set()
         self._sites = self._agreed({id(layer.self_attn): _site(layer.self_attn) for layer in model.layers})
         self._say_sites()
         self._note = len(state.notes)
@@ -198,7 +199,8 @@ class Fp8Gathers:
 
         with chunk.whole():
             self.check.run(key, outputs, from_fp8, full)
-        if not self.check.verdict(key):
+        if not self.check.verdict(key) and site.layer not in self._named:
+            self._named.add(site.layer)  # the sizes after it are counted
             reason = self.check.reasons[key]
             seen = {} if reason.startswith("another rank") else {"": reason}
             named = exchanged(self.comm, seen, "prefill_sp:fp8:why")[""]
