@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,7 @@ __all__ = ["HEADER", "line_of", "time_kernels"]
 
 HEADER = (
     f"{'kernel':<26}{'requests':>9}{'kernel us':>12}{'twin us':>12}{'twin/kernel':>13}"
-    f"{'bytes':>12}{'GB/s':>9}{'decided':>9}{'differ':>8}{'#wrong':>8}"
+    f"{'one us':>10}{'four us':>10}{'bytes':>12}{'GB/s':>9}{'decided':>9}{'differ':>8}{'#wrong':>8}"
 )
 _CHECKED = 4  # steps that are compared before timing
 _NEAR = 1e-3  # of a coin and its threshold, or of two tokens in a race, in float32: either is right
@@ -49,9 +50,12 @@ def time_kernels(plan: VerifyPlan) -> Iterator[dict[str, Any]]:
 
 
 def line_of(row: dict[str, Any]) -> str:
+    one, four = (
+        f"{row[way]:>10.2f}" if way in row else f"{'-':>10}" for way in ("one_launch_p50_us", "four_launches_p50_us")
+    )
     return (
         f"{row['kernel']:<26}{row['requests']:>9}{row['p50_us']:>12.2f}{row['twin_p50_us']:>12.2f}"
-        f"{row['twin_over_kernel']:>13.2f}{row['bytes']:>12}{row['algbw_gbps']:>9.1f}{row['decided']:>9}"
+        f"{row['twin_over_kernel']:>13.2f}{one}{four}{row['bytes']:>12}{row['algbw_gbps']:>9.1f}{row['decided']:>9}"
         f"{row['differ']:>8}{row['wrong']:>8}"
     )
 
@@ -116,6 +120,8 @@ def _block(plan: VerifyPlan, bs: int, capped: bool) -> dict[str, Any]:
         coin = ((coins - want.thresholds[:, 1:]).abs() < _NEAR).any(-1)
         race = (got.correct_len == want.correct_len) & (_lead(given, live, seed, got) < _NEAR)
         wrong += int((other & ~coin & ~race).sum())
+        ways = [way(given, NoiseState(seed, plan.device), live) for way in _launches(plan).values()]
+        wrong += sum(_differing(bs, ways[0], way) for way in ways[1:])
     decided = _CHECKED * bs
     given, live = _requests(plan, bs, 0), _lengths(plan, bs, 0) if capped else None
     ours, twin = NoiseState(1, plan.device), NoiseState(1, plan.device)
@@ -126,7 +132,30 @@ def _block(plan: VerifyPlan, bs: int, capped: bool) -> dict[str, Any]:
     )
     # Read at least once: every target and draft row for its norm.
     nbytes = 4 * plan.kernel_vocab * bs * (2 * plan.drafts + 1)
-    return _row(plan, name, bs, calls, nbytes, decided, differ, wrong)
+    row = _row(plan, name, bs, calls, nbytes, decided, differ, wrong)
+    for way, function in _launches(plan).items():
+        times = local_times(partial(function, given, ours, live), plan.iterations, plan.graphs, plan.device == "cuda")
+        row[f"{way}_p50_us"] = round(statistics.median(times), 3)
+    return row
+
+
+def _launches(plan: VerifyPlan) -> dict[str, Callable[..., tuple[torch.Tensor, ...]]]:
+    """The ways to launch block_verify on a GPU: of (arguments, noise, live), and their bytes must be equal."""
+    if plan.device != "cuda":
+        return {}
+    from ..kernels.block_verify_triton import launch, programs_at_once
+
+    def way(programs: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+        return lambda given, noise, live: launch(*given.values(), noise, live, None, programs=programs)
+
+    return {"one_launch": way(programs_at_once(torch.device(plan.device))), "four_launches": way(0)}
+
+
+def _differing(bs: int, one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> int:
+    """Requests of which any byte differs."""
+    pairs = zip(one, other, strict=True)
+    rows = [(a.view(torch.uint8).view(bs, -1) != b.view(torch.uint8).view(bs, -1)).any(-1) for a, b in pairs]
+    return int(torch.stack(rows).any(0).sum())
 
 
 def _lead(given: dict[str, torch.Tensor], live: torch.Tensor | None, key: int, got: BlockVerdict) -> torch.Tensor:

@@ -17,9 +17,11 @@ from .block_verify_phases import choose, excess, finish, row_stats
 if TYPE_CHECKING:
     from .block_verify import NoiseState
 
-__all__ = ["launch"]
+__all__ = ["launch", "programs_at_once"]
 
 _TILE = 4096
+# What `launch` does on a GPU unless it is told: one launch a step, or one for each phase.
+_ONE_LAUNCH = False
 # Programs of one launch that each SM holds. Their registers are capped so that this many fit.
 _PROGRAMS_PER_SM = 2
 _REGISTERS_PER_SM = 65536  # every NVIDIA GPU from sm_60 on
@@ -87,7 +89,7 @@ def _verify(
             finish(b, best, best_at, bonus, state, tiles, TILES)
 
 
-def _programs(device: torch.device) -> int:
+def programs_at_once(device: torch.device) -> int:
     """Programs that `device` surely holds at once; 0 where there is no cooperative launch (a CPU, the interpreter)."""
     if device.type != "cuda" or not isinstance(_verify, triton.JITFunction):
         return 0
@@ -113,8 +115,8 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See block_verify.block_verify for the arguments; returns the fields of BlockVerdict.
 
-    `programs`: of the one launch, at most as many as the device holds at once (RuntimeError above that); 0: a launch
-    for each phase. None: as many as it holds, or 0 where programs cannot wait for each other. The bytes are the same.
+    `programs`: of the one launch, at most `programs_at_once` to be sure (those that do not fit are refused by the
+    driver: RuntimeError); 0: a launch for each phase. The bytes are the same. None: as _ONE_LAUNCH says.
     """
     bs, rows = candidates.shape
     gamma, vocab = rows - 1, target.shape[1]
@@ -151,7 +153,8 @@ def launch(
         part_excess, lengths, bonus, weights, thresholds, best, best_at, bs, *strides, vocab, tiles,
     )  # fmt: skip
     items = (bs * (2 * gamma + 1) * tiles, bs * (gamma - 1) * tiles, bs * tiles, bs)
-    programs = _programs(device) if programs is None else programs
+    if programs is None:
+        programs = programs_at_once(device) if _ONE_LAUNCH else 0
     if programs:
         flags |= {"launch_cooperative_grid": True, "maxnreg": _registers(flags["num_warps"])}
         _verify[(min(programs, max(items)),)](*args, **flags, PHASE=0)

@@ -4,6 +4,7 @@ the native block kernel on the same coins where the engine is installed.
     python -m pytest tests/gpu/test_speculative_gpu.py -m gpu
 """
 
+import ctypes
 import importlib.util
 
 import pytest
@@ -170,6 +171,99 @@ def test_a_graph_replays_new_inputs_and_new_noise_without_a_host_sync(bs):
         for got, wanted in zip(verdict, want, strict=True):
             assert torch.equal(got, wanted)
     assert noise.state.tolist() == eager.state.tolist() == [9, REPLAYS]
+
+
+def step(kwargs, noise, live, programs):
+    from dsv41_dist.kernels.block_verify_triton import launch
+
+    return launch(*kwargs.values(), noise, live, None, programs=programs)
+
+
+def same_bytes(got, wanted):
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, wanted, strict=True))
+
+
+def kernels_of(graph):
+    """(kernel nodes, how many of them are cooperative launches) of a captured graph, which must have no other nodes."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    assert cuda.cuGraphGetNodes(handle, None, ctypes.byref(count)) == 0
+    nodes = (ctypes.c_void_p * count.value)()
+    assert cuda.cuGraphGetNodes(handle, nodes, ctypes.byref(count)) == 0
+    cooperative = 0
+    for node in nodes:
+        kind, value = ctypes.c_int(-1), (ctypes.c_int * 16)()  # a CUlaunchAttributeValue has 64 bytes
+        assert cuda.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) == 0
+        assert kind.value == 0, f"a node of kind {kind.value} is not a kernel"
+        assert (
+            cuda.cuGraphKernelNodeGetAttribute(ctypes.c_void_p(node), 2, value) == 0
+        )  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        cooperative += value[0]
+    return count.value, cooperative
+
+
+@pytest.mark.parametrize("bs", [1, 8, 64])
+def test_one_launch_gives_the_bytes_of_four_eagerly_and_in_graph_replay(bs):
+    from dsv41_dist.kernels.block_verify_triton import programs_at_once
+
+    at_once = programs_at_once(torch.device("cuda"))
+    assert at_once >= torch.cuda.get_device_properties(0).multi_processor_count
+    static, live = block(bs), torch.full((bs,), STRIDE, dtype=torch.int32, device="cuda")
+    one, four, eager = (NoiseState(9, "cuda") for _ in range(3))
+    for programs, noise in ((at_once, NoiseState(9, "cuda")), (0, NoiseState(9, "cuda"))):
+        step(static, noise, live, programs)  # compiles
+    torch.cuda.synchronize()
+    graphs = {}
+    for programs, noise in ((at_once, one), (0, four)):
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            verdict = step(static, noise, live, programs)
+        graphs[programs] = graph, verdict
+    assert kernels_of(graphs[at_once][0]) == (1, 1)
+    assert kernels_of(graphs[0][0]) == (4, 0)
+    seen = set()
+    for seed in range(1, REPLAYS + 1):
+        for name, tensor in block(bs, seed=seed).items():
+            static[name].copy_(tensor)
+        live.copy_(torch.randint(2, STRIDE + 1, (bs,), device="cuda", dtype=torch.int32))
+        for graph, _ in graphs.values():
+            graph.replay()
+        wanted = step(static, eager, live, at_once)
+        assert same_bytes(graphs[at_once][1], graphs[0][1]), seed
+        assert same_bytes(graphs[at_once][1], wanted), seed
+        seen.update(wanted[1].tolist())
+    assert len(seen) > REPLAYS / 2, "the replays chose few tokens: the comparison shows little"
+    assert one.state.tolist() == four.state.tolist() == eager.state.tolist() == [9, REPLAYS]
+    assert [noise.arrivals.item() for noise in (one, eager, four)] == [(3 * REPLAYS) << 32, (3 * REPLAYS) << 32, 0]
+
+
+@pytest.mark.parametrize("kind", ["one-hot", "sharp", "coins", "probabilities"])
+def test_one_launch_gives_the_bytes_of_four_for_other_laws(kind):
+    from dsv41_dist.kernels.block_verify_triton import launch, programs_at_once
+
+    kwargs, coins = block(8, kind=kind), None
+    if kind == "coins":
+        coins = torch.rand(8, GAMMA, device="cuda")
+    if kind == "probabilities":
+        kwargs["target"], kwargs["target_temperatures"] = kwargs["target"].softmax(-1), None
+    one, four = NoiseState(3, "cuda"), NoiseState(3, "cuda")
+    for _ in range(3):
+        got = launch(*kwargs.values(), one, None, coins, programs=programs_at_once(torch.device("cuda")))
+        assert same_bytes(got, launch(*kwargs.values(), four, None, coins, programs=0))
+    assert torch.equal(one.state, four.state)
+
+
+def test_grids_of_any_size_share_a_state_and_one_that_does_not_fit_is_refused():
+    from dsv41_dist.kernels.block_verify_triton import programs_at_once
+
+    kwargs, live = block(8), torch.full((8,), STRIDE, dtype=torch.int32, device="cuda")
+    one, four = NoiseState(4, "cuda"), NoiseState(4, "cuda")
+    for number, programs in enumerate((1, 7, programs_at_once(torch.device("cuda")), 2, 131), 1):
+        assert same_bytes(step(kwargs, one, live, programs), step(kwargs, four, live, 0)), programs
+        assert one.arrivals.item() == (3 * number) << 32
+    with pytest.raises(RuntimeError, match=r"(?i)cooperative"):
+        step(kwargs, one, live, 2**20)
+    assert same_bytes(step(kwargs, one, live, 3), step(kwargs, four, live, 0))
 
 
 def test_an_eager_call_never_waits_for_the_device():

@@ -182,6 +182,28 @@ def test_a_kernel_that_decides_otherwise_is_exit_1(broken, monkeypatch, capsys):
     assert hit == {{"live rows": "live_rows", "a copied row": "copy_rows"}.get(broken, "block_verify")}
 
 
+def twin_way(given, noise, live):
+    return tuple(verify_kernels.block_verify_torch(**given, noise=noise, live=live))
+
+
+def test_the_ways_to_launch_are_timed_and_one_whose_bytes_differ_is_exit_1(monkeypatch, capsys):
+    def last_bit(*args):
+        tau, bonus, weights, thresholds = twin_way(*args)
+        weights[0, -1].view(torch.int32).bitwise_xor_(1)
+        return tau, bonus, weights, thresholds
+
+    for four, wrong in ((twin_way, 0), (last_bit, 4)):
+        ways = {"one_launch": twin_way, "four_launches": four}
+        monkeypatch.setattr(verify_kernels, "_launches", lambda plan, ways=ways: ways)
+        assert run_verify(tiny(requests="3", agreements="0.5")) == bool(wrong)
+        rows = [r for r in json.loads(capsys.readouterr().out)["rows"] if r["op"] == "verify kernel"]
+        for row in rows:
+            block = row["kernel"].startswith("block_verify")
+            assert row["wrong"] == (wrong if block else 0)
+            assert ("one_launch_p50_us" in row, "four_launches_p50_us" in row) == (block, block)
+            assert verify_kernels.line_of(row).count(" - ") == (0 if block else 2)
+
+
 def test_a_near_tie_is_not_wrong_and_a_clear_loser_is():
     """The race of the correction token, in float64."""
     plan = dataclasses.replace(tiny(), kernel_vocab=40)
