@@ -17,7 +17,7 @@ from dsv41_dist.rehearsal.report import judge, text
 from dsv41_dist.rehearsal.settings import Stage, default_stages
 from dsv41_dist.rehearsal.verdict import Outcome, compare
 
-TP = 2
+TP = 4
 FLIP = str(Path(__file__).with_name("plugins") / "flip")
 # Drafts and the rows that they are verified with; two full prefill chunks, since the first of a size is a self-check.
 SHORT, LONG = default_stages(long=False)[0].prompts, default_stages()[1].prompts[0][:520]
