@@ -45,7 +45,7 @@ ADAPTERS: Mapping[str, Rehearsed] = {
     "indexer_chunked": Rehearsed({"DSV41_INDEXER_CHUNKED": "1", "DSV41_INDEXER_BUDGET_MB": "16"}),
     "spark_prefill_dense": Rehearsed({"SPARK_PREFILL_TP_SPLIT": "1"}),
     # Two of the three chunks of the long prompt are 256 rows.
-    "prefill_sp": Rehearsed({"DSV41_PREFILL_SP": "1", "DSV41_PREFILL_SP_MIN_ROWS": "128"}),
+    "prefill_sp": Rehearsed({"DSV41_PREFILL_SP": "1", "DSV41_PREFILL_SP_MIN_ROWS": "128", "DSV41_PREFILL_SP_FP8": "1"}),
     "hc_fused": Rehearsed(
         {"DSV41_HC_FUSED": "1", "DSV41_HC_FUSED_MIN": "128"},
         "the engine makes these statistics by hc_mix_stats_sinkhorn for CUDA tensors only",

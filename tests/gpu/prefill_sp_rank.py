@@ -160,6 +160,11 @@ def start() -> str:
     transport = shared(group, state_of("prefill_sp")).transport or "process_group"
     say(f"communicator: {transport}")
     torch.set_default_device(DEVICE)
+    if DEVICE == "cuda":
+        # TileLang's Sinkhorn is not here; without the bf16x3 statistics the engine wants it.
+        from sglang.kernels.ops.layernorm import mhc
+
+        mhc.hc_split_sinkhorn = mhc._hc_split_sinkhorn_triton
     if DEVICE == "cpu":
         small.stand_ins()
     return transport

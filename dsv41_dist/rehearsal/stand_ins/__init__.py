@@ -27,7 +27,7 @@ class StandIn:
 STAND_INS = (
     StandIn(
         "block_fp8_linear",
-        "fp8_utils.triton_w8a8_block_fp8_linear (Triton; the interpreter cannot tune it)",
+        "fp8_utils.triton_w8a8_block_fp8_linear (Triton; the interpreter cannot tune it) and its row quantizer (CUDA)",
         "activations to e4m3 with ue8m0 scales per 32, product in fp32",
         "the engine's Triton quantiser and GEMM in the interpreter",
     ),

@@ -34,19 +34,22 @@ def block_fp8_linear(
     group: int = 32,
     weight: torch.Tensor | None = None,
     order_free: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [..., k] times the transposed block-fp8 weight [n, k], in x's dtype.
 
     x is rounded to e4m3 with one power-of-two scale per `group` values, as the engine's kernels do for ue8m0
-    checkpoints; products and sums are fp32. `weight` is the decoded weight, fp32 [n, k], if the caller keeps it.
+    checkpoints, unless `scales` [m, k / 32] says that it is e4m3 already (the result is bf16 then); products and sums
+    are fp32. `weight` is the decoded weight, fp32 [n, k], if the caller keeps it.
     """
     if group != 32:
         raise ValueError(f"activation group {group}: allowed is 32")
-    rows = decode_row_fp8(*encode_row_fp8(x.reshape(-1, x.shape[-1])))
+    flat = x.reshape(-1, x.shape[-1])
+    rows = decode_row_fp8(*encode_row_fp8(flat)) if scales is None else decode_row_fp8(flat, scales)
     if weight is None:
         weight = decode_block_fp8(codes, scale)
     out = order_free_product(rows, weight) if order_free else rows @ weight.t()
-    return out.to(x.dtype).reshape(*x.shape[:-1], codes.shape[0])
+    return out.to(x.dtype if scales is None else torch.bfloat16).reshape(*x.shape[:-1], codes.shape[0])
 
 
 def order_free_product(x: torch.Tensor, weight: torch.Tensor, share: float | torch.Tensor = 1.0) -> torch.Tensor:

@@ -311,7 +311,7 @@ def _loopback(module: Any) -> None:
 
 
 def replace_linear(module: Any) -> None:
-    from ..formats import decode_block_fp8
+    from ..formats import decode_block_fp8, encode_row_fp8
     from .formulas import block_fp8_linear
 
     def triton_w8a8_block_fp8_linear(
@@ -324,20 +324,26 @@ def replace_linear(module: Any) -> None:
         act_scale_ue8m0: bool = False,
         weight_bf16: Any = None,
     ) -> Any:
-        if list(block_size) != [32, 32] or not act_scale_ue8m0 or input_scale is not None:
+        if list(block_size) != [32, 32] or not act_scale_ue8m0:
             raise NotImplementedError(
-                f"block-fp8 stand-in: block_size={block_size}, act_scale_ue8m0={act_scale_ue8m0}, "
-                f"input_scale={'given' if input_scale is not None else None}; allowed is [32, 32], True, None"
+                f"block-fp8 stand-in: {block_size=}, {act_scale_ue8m0=}; allowed is [32, 32], True"
             )
         decoded = getattr(weight, "_rehearsal_decoded", None)
         if decoded is None:
             decoded = decode_block_fp8(weight.data, weight_scale.data)
             if hasattr(weight, "weight_loader"):  # a parameter, which lives as long as the model
                 weight._rehearsal_decoded = decoded
-        out = block_fp8_linear(input, weight, weight_scale, block_size[1], decoded, order_free())
+        out = block_fp8_linear(input, weight, weight_scale, block_size[1], decoded, order_free(), input_scale)
         return out if bias is None else out + bias
 
+    def sglang_per_token_group_quant_fp8(x: Any, group_size: int, *, scale_ue8m0: bool = False) -> Any:
+        if group_size != 32 or not scale_ue8m0:
+            raise NotImplementedError(f"row quantizer: {group_size=}, {scale_ue8m0=}; allowed is 32, True")
+        codes, scales = encode_row_fp8(x)
+        return codes, scales.float()
+
     replace(module, "triton_w8a8_block_fp8_linear", triton_w8a8_block_fp8_linear)
+    replace(module, "sglang_per_token_group_quant_fp8", sglang_per_token_group_quant_fp8)
 
 
 def replace_experts(module: Any) -> None:
