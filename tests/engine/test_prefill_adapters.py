@@ -4,15 +4,13 @@ engine's own."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from dsv41_dist.adapters import REGISTRY
 from dsv41_dist.engine import gpus
 from dsv41_dist.engine.armed import enabled
 from dsv41_dist.engine.gates import Gates
-from tests.engine.real import HERE, RELEASES, engine_env, run_engine
+from tests.engine.real import RELEASES, scenes
 
 pytestmark = pytest.mark.timeout(500)
 SCENES = {
@@ -37,18 +35,7 @@ GATES = {
 
 @pytest.fixture(scope="module")
 def probe(engine_python, published):
-    """release, scene -> what each rank saw. All scenes of a release run in one process: one import of the engine."""
-    seen: dict[str, dict] = {}
-
-    def run(release: str, scene: str) -> list[dict]:
-        if release not in seen:
-            args = [str(HERE / "prefill_adapters_probe.py"), *SCENES[release]]
-            result = run_engine(engine_python, args, engine_env(published(release), **GATES), timeout=480)
-            assert result.returncode == 0, result.stderr[-4000:]
-            seen[release] = json.loads(result.stdout.splitlines()[-1])
-        return seen[release][scene]
-
-    return run
+    return scenes(engine_python, published, "prefill_adapters_probe.py", SCENES, **GATES)
 
 
 # ---------- sm12x_dense_candidates ----------

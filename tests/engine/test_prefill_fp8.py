@@ -3,12 +3,10 @@ prefill_fp8_probe.py runs in the engine's Python and forks the ranks."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.engine.real import HERE, RELEASES, engine_env, run_engine
-from tests.engine.test_prefill_sp import LAYERS, agreed
+from tests.engine.real import RELEASES, scenes
+from tests.engine.test_prefill_sp import LAYERS, PREFILL, agreed
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -24,27 +22,8 @@ FIRST = "first of their size"
 
 @pytest.fixture(scope="module")
 def probe(engine_python, published):
-    """release, scene -> what each rank saw. All scenes of a release run in one process: one import of the engine."""
-    seen: dict[str, dict] = {}
-
-    def run(release: str, scene: str) -> list:
-        if release not in seen:
-            env = engine_env(
-                published(release),
-                DSV41_PREFILL_SP="1",
-                DSV41_PREFILL_SP_EXACT="1",
-                DSV41_PREFILL_SP_FP8="1",
-                DSV41_COMM_TIMEOUT_S="120",
-                SGLANG_OPT_USE_TILELANG_MHC_POST="0",
-                SGLANG_OPT_USE_TILELANG_MHC_PRE="0",
-            )
-            args = [str(HERE / "prefill_fp8_probe.py"), *SCENES[release]]
-            result = run_engine(engine_python, args, env, timeout=280)
-            assert result.returncode == 0, result.stderr[-4000:]
-            seen[release] = json.loads(result.stdout.splitlines()[-1])
-        return seen[release][scene]
-
-    return run
+    asked = {**PREFILL, "DSV41_PREFILL_SP_FP8": "1"}
+    return scenes(engine_python, published, "prefill_fp8_probe.py", SCENES, **asked)
 
 
 def sent(held: int, fp8: int, bf16: int) -> dict[str, int]:

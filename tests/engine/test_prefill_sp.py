@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.engine.real import HERE, RELEASES, engine_env, run_engine
+from tests.engine.real import RELEASES, scenes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -19,29 +19,18 @@ SCENES = {
 }
 # 0.5.23 has a layer for CUDA and one for other platforms; before, there was one.
 LAYERS = {"0.5.21": ["platform"], "0.5.22": ["platform"], "0.5.23": ["cuda", "platform"]}
+PREFILL = {
+    "DSV41_PREFILL_SP": "1",
+    "DSV41_PREFILL_SP_EXACT": "1",
+    "DSV41_COMM_TIMEOUT_S": "120",
+    "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
+    "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
+}
 
 
 @pytest.fixture(scope="module")
 def probe(engine_python, published):
-    """release, scene -> what each rank saw. All scenes of a release run in one process: one import of the engine."""
-    seen: dict[str, dict] = {}
-
-    def run(release: str, scene: str) -> list:
-        if release not in seen:
-            env = engine_env(
-                published(release),
-                DSV41_PREFILL_SP="1",
-                DSV41_PREFILL_SP_EXACT="1",
-                DSV41_COMM_TIMEOUT_S="120",
-                SGLANG_OPT_USE_TILELANG_MHC_POST="0",
-                SGLANG_OPT_USE_TILELANG_MHC_PRE="0",
-            )
-            result = run_engine(engine_python, [str(HERE / "prefill_sp_probe.py"), *SCENES[release]], env, timeout=280)
-            assert result.returncode == 0, result.stderr[-4000:]
-            seen[release] = json.loads(result.stdout.splitlines()[-1])
-        return seen[release][scene]
-
-    return run
+    return scenes(engine_python, published, "prefill_sp_probe.py", SCENES, **PREFILL)
 
 
 def agreed(ranks: list):

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.engine.real import HERE, RELEASES, engine_env, run_engine
+from tests.engine.real import RELEASES, scenes
 
 pytestmark = pytest.mark.timeout(300)
 ATTN = "model.layers.{}.self_attn.wqkv_a"
@@ -25,19 +25,8 @@ SCENES = {
 
 @pytest.fixture(scope="module")
 def probe(engine_python, published):
-    """release, scene -> what each rank saw. All scenes of a release run in one process: one import of the engine."""
-    seen: dict[str, dict] = {}
-
-    def run(release: str, scene: str) -> list[dict]:
-        if release not in seen:
-            env = engine_env(published(release), DSV41_REPLICATED_SPLIT="wqkv_a", DSV41_COMM_TIMEOUT_S="60")
-            args = [str(HERE / "replicated_split_probe.py"), *SCENES[release]]
-            result = run_engine(engine_python, args, env, timeout=280)
-            assert result.returncode == 0, result.stderr[-4000:]
-            seen[release] = json.loads(result.stdout.splitlines()[-1])
-        return seen[release][scene]
-
-    return run
+    asked = {"DSV41_REPLICATED_SPLIT": "wqkv_a", "DSV41_COMM_TIMEOUT_S": "60"}
+    return scenes(engine_python, published, "replicated_split_probe.py", SCENES, **asked)
 
 
 def drives(ranks: list[dict]) -> list[dict]:
