@@ -103,7 +103,7 @@ class _Verifier:
         if armed is not None and armed.group is not None and not armed.ready:
             armed.group.same({"random seed": random_seed}, label="block_verify:noise")
         self.noise = NoiseState(random_seed ^ _NOISE_DOMAIN, device)
-        self.state.holds("noise", self.noise.state.numel() * self.noise.state.element_size())
+        self.state.holds("noise", self.noise.state.nbytes + self.noise.arrivals.nbytes)
 
     def accept(self, original: Any, *, module: Any) -> Any:
         def accept_draft_tokens(*, sampling_info: Any, cutoff_layout: Any = None, **kwargs: Any) -> Any:
