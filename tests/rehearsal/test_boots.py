@@ -78,7 +78,7 @@ def test_any_changed_token_of_the_prompt_changes_the_text(rehearsals):
     variants = [base]
     for position in (0, 1, 7, 40, 90, 125, 158):
         variants.append((*base[:position], base[position] + 1, *base[position + 1 :]))
-    outcome = rehearsals.stock(tp=1, stages=(Stage("one changed token", tuple(variants), 12),))
+    outcome = rehearsals.stock(tp=1, stages=(Stage("one changed token", tuple(variants), 24),))
     first, *others = tokens(outcome)
     assert all(other != first for other in others), (first, others)
 
