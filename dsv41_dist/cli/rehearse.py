@@ -174,13 +174,19 @@ def engine_python(tree: str = "") -> str:
     needs = ("sglang", "torch", "uvloop", "xgrammar")
     code = f"import importlib.util as u; print(*[n for n in {needs} if u.find_spec(n) is None])"
     try:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (tree, os.environ.get("PYTHONPATH", ""))))}
-        done = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False)
+        done = _ask(python, code, (tree,), 60)
     except OSError as error:
         raise ArgumentError(f"no interpreter with the engine at {python} ({error}): {_ADVICE}") from None
     if done.returncode or done.stdout.strip():
         raise ArgumentError(f"{python} lacks {done.stdout.strip() or done.stderr.strip()[-200:]}: {_ADVICE}")
     return python
+
+
+def _ask(python: str, code: str, folders: tuple[str, ...], timeout_s: int) -> subprocess.CompletedProcess[str]:
+    """Run `code` with `folders` before what PYTHONPATH has already."""
+    path = os.pathsep.join(filter(None, (*folders, os.environ.get("PYTHONPATH", ""))))
+    env = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def engine_tree(version: str | None) -> str:
@@ -209,9 +215,7 @@ def _absent_packages(python: str, tree: str, ranks: int) -> tuple[str, ...]:
         "from dsv41_dist.rehearsal.stand_ins.on_gpu import PACKAGES\n"
         "print(torch.cuda.device_count(), *lacking(PACKAGES))"
     )
-    path = os.pathsep.join(filter(None, (str(PACKAGE_ROOT), tree, os.environ.get("PYTHONPATH", ""))))
-    env = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = _ask(python, code, (str(PACKAGE_ROOT), tree), 300)
     if done.returncode:
         raise ArgumentError(f"--device cuda: {python} failed: {done.stderr.strip()[-300:]}")
     gpus, *absent = done.stdout.split("\n")[-2].split()

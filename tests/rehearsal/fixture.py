@@ -30,7 +30,17 @@ from dsv41_dist.rehearsal.settings import PACKAGE_ROOT, Boot, default_stages
 from dsv41_dist.rehearsal.tiny_model import checkpoint_folder
 from dsv41_dist.rehearsal.verdict import Outcome
 
-__all__ = ["Rehearsals", "Sessions", "rehearsal_python", "rehearsals"]
+__all__ = ["Rehearsals", "Sessions", "printed", "rehearsal_python", "rehearsals"]
+
+
+def printed(python: str, probe: str, timeout_s: int, *folders: str, **extra: str) -> dict:
+    """The JSON in the last line that a probe of this folder prints, run by the engine's interpreter."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), *folders]), "PYTHONWARNINGS": "ignore"}
+    env |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", **extra}
+    command = [python, str(Path(__file__).with_name(probe))]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 class Rehearsals:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +13,13 @@ from dsv41_dist.cli.rehearse import rehearse
 from dsv41_dist.comm.errors import ArgumentError
 from dsv41_dist.rehearsal.gate_sets import cannot_fire
 from dsv41_dist.rehearsal.report import as_json, stand_ins, text
-from dsv41_dist.rehearsal.settings import PACKAGE_ROOT, Boot, engine_environment
+from dsv41_dist.rehearsal.settings import Boot, engine_environment
 from dsv41_dist.rehearsal.stand_ins import ON_GPU, absent
 from dsv41_dist.rehearsal.stand_ins.formulas import expert_mlp
 from dsv41_dist.rehearsal.stand_ins.on_gpu import write_absent
 from dsv41_dist.rehearsal.verdict import Outcome
 from dsv41_dist.rehearsal.worker import server_arguments
+from tests.rehearsal.fixture import printed
 
 
 def gpu_boot(**given) -> Boot:
@@ -146,14 +144,7 @@ def test_every_expert_on_every_row_gives_what_the_chosen_ones_give():
 
 @pytest.fixture(scope="module")
 def probed(rehearsal_python) -> dict:
-    env = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    env |= {"PYTHONWARNINGS": "ignore"}
-    probe = Path(__file__).with_name("on_gpu_probe.py")
-    done = subprocess.run(
-        [rehearsal_python, str(probe)], env=env, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed(rehearsal_python, "on_gpu_probe.py", 200)
 
 
 @pytest.mark.timeout(220)

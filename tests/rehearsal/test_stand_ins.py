@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
-from dsv41_dist.rehearsal.settings import HERE, PACKAGE_ROOT
+from dsv41_dist.rehearsal.settings import HERE
 from dsv41_dist.rehearsal.stand_ins import STAND_INS, formulas
 from dsv41_dist.rehearsal.stand_ins.install import UnusedRope
 from dsv41_dist.rehearsal.stand_ins.jit import load_jit
+from tests.rehearsal.fixture import printed
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
@@ -23,15 +20,7 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def beside(rehearsal_python) -> dict:
-    paths = os.pathsep.join([str(PACKAGE_ROOT), str(HERE / "modules")])
-    env = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    env |= {"TRITON_INTERPRET": "1", "SGLANG_USE_CPU_ENGINE": "0"}
-    probe = Path(__file__).with_name("stand_in_probe.py")
-    done = subprocess.run(
-        [rehearsal_python, str(probe)], env=env, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed(rehearsal_python, "stand_in_probe.py", 300, str(HERE / "modules"), SGLANG_USE_CPU_ENGINE="0")
 
 
 @pytest.mark.timeout(320)

@@ -170,11 +170,10 @@ ON_GPU = (
 def register() -> None:
     """The entry point: install every stand-in in this process, or end it."""
     try:
-        if os.environ.get("REHEARSAL_DEVICE") == "cuda":
-            from .on_gpu import install
-        else:
-            from .install import install
-        install()
+        from . import install as on_cpu
+        from . import on_gpu
+
+        (on_gpu if os.environ.get(on_gpu.DEVICE) == "cuda" else on_cpu).install()
     except BaseException as error:
         traceback.print_exc()
         print(f"rehearsal: stand-ins cannot be installed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -111,9 +111,7 @@ def _pad_heads(module: Any) -> None:
 def _sinkhorn(module: Any) -> None:
     port = module._hc_split_sinkhorn_triton
 
-    def hc_split_sinkhorn(
-        mixes: Any, hc_scale: Any, hc_base: Any, hc_mult: int = 4, sinkhorn_iters: int = 20, eps: float = 1e-6
-    ) -> Any:
-        return port(mixes, hc_scale, hc_base, hc_mult, sinkhorn_iters, eps)
+    def hc_split_sinkhorn(*given: Any, **named: Any) -> Any:
+        return port(*given, **named)
 
     replace(module, "hc_split_sinkhorn", hc_split_sinkhorn)

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .formulas import silu_mul_clamp
+
 __all__ = ["fused_add_rmsnorm", "rmsnorm", "silu_and_mul"]
 
 
@@ -61,8 +63,5 @@ def fused_add_rmsnorm(
 
 def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """sgl_kernel.silu_and_mul: [m, 2 n] -> [m, n], silu of the first half times the second, in fp32."""
-    gate, up = input.float().chunk(2, dim=-1)
-    value = (torch.nn.functional.silu(gate) * up).to(input.dtype)
-    if out is None:
-        return value
-    return out.copy_(value)
+    value = silu_mul_clamp(input, None).to(input.dtype)
+    return value if out is None else out.copy_(value)
