@@ -68,9 +68,11 @@ def shared(tp_group: Any, state: AdapterState) -> Shared:
     return made
 
 
-def communicator(tp_group: Any, state: AdapterState) -> Communicator:
-    """The shared communicator, with its own routes: what the one-shot transport can carry goes over it."""
-    return shared(tp_group, state).comm
+def communicator(state: AdapterState) -> Communicator:
+    """What the engine's TP group shares, with its own routes: what the one-shot transport can carry goes over it."""
+    from sglang.srt.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
+
+    return shared(get_tp_group(), state).comm
 
 
 def forget(tp_group: Any) -> None:

@@ -93,12 +93,11 @@ def attach(runner: Any, state: AdapterState) -> None:
         state.notes.append(f"main_proj: stock, {why}")
         return
     import torch
-    from sglang.srt.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
 
     from ._split_layout import CannotSlice
     from ._split_main_proj import MainProj
 
-    comm = communicator(get_tp_group(), state)
+    comm = communicator(state)
     proj, reasons = None, {}
     try:
         with torch.inference_mode():

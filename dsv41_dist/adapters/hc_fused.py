@@ -64,7 +64,6 @@ def attach(runner: Any, state: AdapterState) -> None:
     if runner.is_draft_worker:
         return
     from sglang.kernels.ops.layernorm import mhc  # pyright: ignore[reportMissingImports]
-    from sglang.srt.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
 
     from ..engine.gates import Gates
     from ._hc_runtime import HcFused
@@ -73,7 +72,7 @@ def attach(runner: Any, state: AdapterState) -> None:
     if mhc._is_hip:
         state.notes.append("off: on HIP the engine makes these statistics with other kernels")
         return
-    _fused = HcFused(communicator(get_tp_group(), state), state, mhc, Gates.from_env()["DSV41_HC_FUSED_MIN"])
+    _fused = HcFused(communicator(state), state, mhc, Gates.from_env()["DSV41_HC_FUSED_MIN"])
 
 
 def _forward(original: Any) -> Any:

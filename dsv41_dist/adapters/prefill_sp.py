@@ -195,9 +195,8 @@ def attach_model(model: Any, state: AdapterState, options: Any) -> None:
     from ._prefill_runtime import Prefill
     from ._split_group import communicator
 
-    group = get_tp_group()
     defers = "defer_all_reduce" in inspect.signature(MQALayer.forward).parameters
-    model.__dict__[_SP] = Prefill(communicator(group, state), group, state, options, model, defers)
+    model.__dict__[_SP] = Prefill(communicator(state), get_tp_group(), state, options, model, defers)
 
 
 def _loop(original: Any, rewrite: bool) -> Any:

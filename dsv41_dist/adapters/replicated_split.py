@@ -81,7 +81,6 @@ def attach(runner: Any, state: AdapterState) -> None:
     if why is not None:
         state.notes.append(f"nothing is split: {why}")
         return
-    from sglang.srt.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
     from sglang.srt.layers.logits_processor import (  # pyright: ignore[reportMissingImports]
         get_in_autotune_dummy_run,
     )
@@ -94,7 +93,7 @@ def attach(runner: Any, state: AdapterState) -> None:
         compact=gates["DSV41_SPLIT_COMPACT_GATHER"],
         stock_only=get_in_autotune_dummy_run,
     )
-    checks = Checks(communicator(get_tp_group(), state), state)
+    checks = Checks(communicator(state), state)
     _split_layers(runner.model, suffixes, checks, options)
 
 

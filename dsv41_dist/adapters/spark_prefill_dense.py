@@ -97,12 +97,10 @@ def attach(runner: Any, state: AdapterState) -> None:
     if why is not None:
         state.notes.append(f"nothing is split: {why}")
         return
-    from sglang.srt.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
-
     from ..engine.gates import Gates
     from ._prefill_rows import RowsOverRanks
 
-    _rows = RowsOverRanks(communicator(get_tp_group(), state), state, Gates.from_env()["SPARK_PREFILL_MIN_ROWS"])
+    _rows = RowsOverRanks(communicator(state), state, Gates.from_env()["SPARK_PREFILL_MIN_ROWS"])
 
 
 def _layer(original: Any) -> Any:

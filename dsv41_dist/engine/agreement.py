@@ -12,7 +12,7 @@ __all__ = ["Group", "differences", "form"]
 
 # Fields that hold problems: anything in them is one, whether ranks differ or not.
 _PROBLEMS = ("drift", "refused", "problem")
-_TODO = (
+_ADVICE = (
     "Make environment, engine and dsv41_dist the same on every rank: `python -m dsv41_dist preflight` compares them, "
     "`doctor` shows what drifted."
 )
@@ -45,7 +45,7 @@ class Group:
             refuse_group(label, error)
         lines = differences(said)
         if lines:
-            refuse(f"the ranks of the TP group do not agree at {label}:\n" + "\n".join(lines), _TODO)
+            refuse(f"the ranks of the TP group do not agree at {label}:\n" + "\n".join(lines), _ADVICE)
 
     def close(self) -> None:
         """Stop the side channel. Also run at exit: its thread must not meet an interpreter that is being torn down."""
@@ -72,7 +72,7 @@ def form(tp_group: Any, timeout_s: float) -> Group:
 def refuse_group(label: str, error: Exception) -> NoReturn:
     refuse(
         f"the ranks of the TP group did not agree at {label}: {error}",
-        "A rank that never came may have been started without the DSV41_* variables or without a door. " + _TODO,
+        "A rank that never came may have been started without the DSV41_* variables or without a door. " + _ADVICE,
     )
 
 

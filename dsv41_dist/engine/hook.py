@@ -24,7 +24,7 @@ from .tree import EngineTree
 
 __all__ = ["Hook", "Patch", "Patcher", "tree_of"]
 
-_DRIFT_TODO = (
+_DRIFT_ADVICE = (
     "Run `python -m dsv41_dist doctor` to see what changed; then install a release it lists as `applies`, or unset "
     "the adapter's gate on every rank."
 )
@@ -148,7 +148,7 @@ class Hook:
             result = rebind(changed)
         except Exception as error:
             _forget(name)
-            refuse(f"installing into {name} failed: {type(error).__name__}: {error}", _DRIFT_TODO)
+            refuse(f"installing into {name} failed: {type(error).__name__}: {error}", _DRIFT_ADVICE)
         except SystemExit:
             _forget(name)
             raise
@@ -171,7 +171,7 @@ class Hook:
             for finding in drift.check(tree, here):
                 if finding.status != "same":
                     diff = "\n".join(["", *finding.diff, ""]) if finding.diff else ""
-                    refuse(f"{patcher.name} cannot be installed: {finding.detail}{diff}", _DRIFT_TODO)
+                    refuse(f"{patcher.name} cannot be installed: {finding.detail}{diff}", _DRIFT_ADVICE)
             patch = Patch(module, patcher, state, tree.release)
             if not patch.qualnames:
                 continue
