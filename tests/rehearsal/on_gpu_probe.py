@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
 
 import torch
 
@@ -27,6 +28,14 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def worst(a: torch.Tensor, b: torch.Tensor) -> float:
     """Largest difference, relative to the value."""
     return float(((a.double() - b).abs() / b.abs().clamp(min=1e-3)).max())
+
+
+def refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except NotImplementedError as error:
+        return str(error)
+    return "taken"
 
 
 def main() -> None:
@@ -52,10 +61,16 @@ def main() -> None:
     into = torch.empty(3, 32)
     out["silu"] = worst(row_kernels.silu_and_mul(gate_up, into), torch.nn.functional.silu(gate) * up)
     out["silu in place"] = torch.equal(into, row_kernels.silu_and_mul(gate_up))
-    try:
-        row_kernels.rmsnorm(draw(5, 2, 3, 4), draw(6, 4))
-    except NotImplementedError as error:
-        out["shape"] = str(error)
+    x, weight = draw(5, 3, 8), torch.ones(8)
+    wrong = {
+        "three dimensions": lambda: row_kernels.rmsnorm(draw(6, 2, 3, 4), torch.ones(4)),
+        "strided weight": lambda: row_kernels.rmsnorm(x, torch.ones(16)[::2]),
+        "strided out": lambda: row_kernels.rmsnorm(x, weight, out=torch.zeros(3, 16)[:, :8]),
+        "short out": lambda: row_kernels.rmsnorm(x, weight, out=torch.zeros(2, 8)),
+        "strided residual": lambda: row_kernels.fused_add_rmsnorm(x.clone(), torch.zeros(3, 16)[:, :8], weight),
+        "short residual": lambda: row_kernels.fused_add_rmsnorm(x.clone(), torch.zeros(1, 8), weight),
+    }
+    out["refused"] = {what: refusal(call) for what, call in wrong.items()}
 
     functions = (row_kernels.rmsnorm, row_kernels.fused_add_rmsnorm, row_kernels.silu_and_mul)
     out["signatures"] = {f.__name__: list(inspect.signature(f).parameters) for f in functions}

@@ -156,7 +156,13 @@ def test_the_norms_are_those_of_fp64_and_no_row_depends_on_another(probed):
         assert [found[what] for what in ("into", "rows alone", "sum")] == [True, True, True], size
     assert probed["silu"] < 1e-5
     assert probed["silu in place"]
-    assert probed["shape"].startswith("norm stand-in: x (2, 3, 4)")
+
+
+def test_a_norm_of_tensors_that_the_kernel_would_read_or_write_wrongly_is_refused(probed):
+    refused = probed["refused"]
+    assert [what for what, said in refused.items() if not said.startswith("norm stand-in: x (")] == []
+    assert refused["three dimensions"].startswith("norm stand-in: x (2, 3, 4)")
+    assert "residual (3, 8) strides (16, 1)" in refused["strided residual"]
 
 
 def test_the_engine_knows_every_argument_of_a_gpu_boot(probed):
