@@ -29,7 +29,8 @@ class Group:
     def same(self, statement: dict[str, Any], *, label: str) -> None:
         """Return if every rank states the same and nobody states a problem (_PROBLEMS).
 
-        Otherwise every rank is refused with the same paragraph, which lists who said what, field by field.
+        Otherwise every rank is refused with the same paragraph, which lists who said what, field by field; when a rank
+        is lost before it could say what it has, each of the others is refused with what it knows.
         """
         from ..comm import CommError, DisagreementError
 
@@ -37,9 +38,12 @@ class Group:
         try:
             self._communicator.agreement.same_everywhere(statement, label=label)
         except DisagreementError as error:
+            # A rank that was lost after the vote has no answer here; the vote stands, whatever is known of it.
             try:
-                said = [json.loads(error.said[rank]) for rank in sorted(error.said)]
-            except (TypeError, ValueError):
+                said = [json.loads(error.said[rank]) for rank in range(self.size)]
+            except (KeyError, TypeError, ValueError):
+                refuse_group(label, error)
+            if not differences(said):
                 refuse_group(label, error)
         except CommError as error:
             refuse_group(label, error)

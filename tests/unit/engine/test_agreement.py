@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from types import SimpleNamespace
 
-from dsv41_dist.engine.agreement import differences
+import pytest
+
+from dsv41_dist.comm import DisagreementError
+from dsv41_dist.engine import refusal
+from dsv41_dist.engine.agreement import Group, differences
 
 
 def said(**changes):
@@ -34,6 +39,48 @@ def test_problems_are_said_even_when_every_rank_has_the_same():
     wrong = said(drift=["x: drifted"])
     assert differences([wrong] * 2) == ["  ranks 0,1: drift: x: drifted"]
     assert differences([said(), wrong, said(refused="no")]) == ["  rank 1: drift: x: drifted", "  rank 2: refused: no"]
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    """Group.same on rank 2 of 4, comm having raised with `texts` as what was said: the refusal, or None."""
+    monkeypatch.setattr(refusal, "_first", [])
+
+    def same(texts):
+        def same_everywhere(value, label):
+            if texts is not None:
+                raise DisagreementError(label, texts)
+
+        communicator = SimpleNamespace(agreement=SimpleNamespace(same_everywhere=same_everywhere))
+        try:
+            Group(communicator, 2, 4).same(said(), label="boot:group")
+        except refusal.Refusal as error:
+            return error.paragraph
+        return None
+
+    return same
+
+
+def test_the_group_agrees_when_comm_does(heard):
+    assert heard(None) is None
+
+
+def test_the_group_says_who_differs(heard):
+    texts = {rank: json.dumps(said(**{"gates digest": "b"} if rank == 3 else {})) for rank in range(4)}
+    assert 'gates digest: ranks 0,1,2 said "a"; rank 3 said "b"' in heard(texts)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        {2: json.dumps(said())},  # the others were lost before they could say what they have
+        {rank: json.dumps(said()) for rank in (0, 2, 3)},
+        {rank: json.dumps(said()) for rank in range(4)},  # comm saw a difference that the fields do not show
+        dict.fromkeys(range(4), "no JSON"),
+    ],
+)
+def test_a_disagreement_is_refused_whatever_is_known_of_it(heard, texts):
+    assert "did not agree at boot:group: ranks do not agree at 'boot:group': rank" in (heard(texts) or "agreed")
 
 
 def run_check(monkeypatch, envs):
