@@ -25,6 +25,8 @@ _POLL_S = 0.2
 _END_S = 5.0  # how long the engine has to end by itself once a rank is lost
 _REFUSAL = re.compile(r"dsv41_dist refuses to go on.*?(?=\ndsv41_dist refuses|\nTraceback|\n\S*\n|\n\[|\Z)", re.DOTALL)
 
+_ERROR = re.compile(r"\s*[\w.]*(Error|Exit|Exception|Timeout|Unavailable)\b.*:")
+
 
 def make_checkpoint(python: str, folder: Path, seed: int) -> Path:
     """Write the tiny checkpoint with the engine's interpreter (it has safetensors); nothing to do if it is there."""
@@ -60,7 +62,7 @@ def boot_engine(
             return boot_engine(python, boot, name, timeout_s=timeout_s, folder=Path(temporary), say=say)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "boot.json").write_text(json.dumps(boot.as_json()))
-    outcome = Outcome(name)
+    outcome = Outcome(name, boot.tp)
     start = time.monotonic()
     with _engine(python, boot, folder) as process:
         _watch(process, folder, outcome, start + timeout_s, say)
@@ -95,7 +97,9 @@ def _watch(
     schedulers: dict[str, int] = {}
     seen, done = 0, False
     while True:
+        # Before the events: ranks that end after "done" are not lost, however long the events take to say.
         ended = process.poll() is not None
+        gone = [(rank, pid) for rank, pid in sorted(schedulers.items()) if not _lives(pid)]
         events = _lines(folder / "events.jsonl")
         for event in events[seen:]:
             kind = event["event"]
@@ -104,6 +108,11 @@ def _watch(
                 outcome.seconds_to_ready, outcome.version = event["seconds"], event["version"]
                 pids = ", ".join(f"rank {rank}: {pid}" for rank, pid in sorted(schedulers.items()))
                 say(f"{outcome.name}: ready after {event['seconds']:.0f} s ({pids})")
+                if sorted(schedulers) != sorted(map(str, range(outcome.tp))):
+                    found = ", ".join(sorted(schedulers)) or "none"
+                    # Without its process a lost rank would go unseen until the time is up.
+                    outcome.problem = f"TP{outcome.tp}, and the scheduler processes of these ranks were found: {found}"
+                    return
             elif kind == "stage":
                 outcome.stages.append(event)
                 tokens = sum(map(len, event["tokens"]))
@@ -111,12 +120,13 @@ def _watch(
             elif kind == "done":
                 done = True
         seen = len(events)
-        lost = [] if done else [(rank, pid) for rank, pid in sorted(schedulers.items()) if not _lives(pid)]
-        if lost:
-            ranks = ", ".join(f"rank {rank} (process {pid})" for rank, pid in lost)
-            outcome.problem = f"lost {ranks}: its scheduler process ended while requests were running"
+        if gone and not done:
+            ranks = ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
+            # Often an exception: the engine then ends all its processes, and only the log says why.
+            reason = _reason(folder)
+            outcome.problem = f"lost {ranks}: its scheduler process ended while requests were running: {reason}"
             return
         if ended:
             if not done or process.returncode:
@@ -195,13 +205,17 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _reason(folder: Path) -> str:
-    """The adapters' refusal if there is one, else the last error line of the log."""
+    """The adapters' refusal if there is one, else the last error line of the log.
+
+    The ranks that lose their peer say so after the one that failed: theirs is the reason only if there is no other.
+    """
     text = (folder / "log").read_text(errors="replace")
     refusal = _REFUSAL.search(text)
     if refusal:
         return refusal[0].strip()
-    errors = [line for line in text.splitlines() if re.match(r"\s*\w*(Error|Exit|Exception)\b.*:", line)]
-    return (errors[-1].strip() if errors else _tail(folder)) or "no log"
+    errors = [line.strip() for line in text.splitlines() if _ERROR.match(line)]
+    own = [line for line in errors if "Connection " not in line]
+    return (own or errors or [_tail(folder)])[-1] or "no log"
 
 
 def _tail(folder: Path, lines: int = 5) -> str:

@@ -14,6 +14,7 @@ class Outcome:
     """One boot as it went. `problem` is empty for a boot that ran to its end."""
 
     name: str
+    tp: int  # ranks that it should have
     problem: str = ""
     seconds_to_ready: float | None = None
     seconds: float = 0.0

@@ -93,7 +93,7 @@ def test_the_arguments_of_a_gpu_boot_follow_what_is_absent():
 
 
 def test_the_report_names_the_stand_ins_that_were_in_use():
-    outcome = Outcome("stock", stand_ins=["sgl_kernel", "sinkhorn"], absent=["sgl_kernel", "tilelang"])
+    outcome = Outcome("stock", 2, stand_ins=["sgl_kernel", "sinkhorn"], absent=["sgl_kernel", "tilelang"])
     assert [item.name for item in stand_ins([outcome])] == ["sgl_kernel", "sinkhorn"]
     printed = text([outcome], None, [], [], "head", 1.0)
     assert "Packages that do not load on this machine: sgl_kernel, tilelang" in printed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def ranks(count):
 def boot_as(tmp_path):
     """Run boot_engine with a program in the place of the engine's interpreter."""
 
-    def run(program: str, timeout_s: float = 30.0, **what):
+    def run(program: str, timeout_s: float = 30.0, say=lambda line: None, **what):
         body = tmp_path / "body.py"
         body.write_text(HEAD + program)
         python = tmp_path / "python"
@@ -39,7 +40,7 @@ def boot_as(tmp_path):
         python.chmod(python.stat().st_mode | stat.S_IXUSR)
         boot = Boot(checkpoint="none", stages=default_stages(long=False), **what)
         folder = tmp_path / "boot"
-        return boot_engine(str(python), boot, "stock", timeout_s=timeout_s, folder=folder)
+        return boot_engine(str(python), boot, "stock", timeout_s=timeout_s, folder=folder, say=say)
 
     return run
 
@@ -61,7 +62,7 @@ MARK = {"extra_env": {"REHEARSAL_TEST": "checkpoint-none"}}
 
 
 def test_a_run_to_the_end(boot_as):
-    outcome = boot_as("held = ranks(2)\nsay('stage', name='s', tokens=[[1]], cached=[0])\nsay('done')\n", **MARK)
+    outcome = boot_as("held = ranks(4)\nsay('stage', name='s', tokens=[[1]], cached=[0])\nsay('done')\n", **MARK)
     assert outcome.problem == ""
     assert [stage["tokens"] for stage in outcome.stages] == [[[1]]]
     assert tagged() == []  # its ranks were still there
@@ -71,6 +72,50 @@ def test_a_lost_rank_is_named_and_the_others_are_ended(boot_as):
     outcome = boot_as("held = ranks(4)\ntime.sleep(0.5)\nheld[2].kill()\ntime.sleep(600)\n", **MARK)
     assert outcome.problem.startswith("lost rank 2 (process ")
     assert tagged() == []
+
+
+def test_a_rank_that_ends_by_an_error_is_named_with_it(boot_as):
+    outcome = boot_as(
+        "held = ranks(4)\ntime.sleep(0.5)\n"
+        "print('[TP2] Scheduler hit an exception: Traceback (most recent call last):')\n"
+        "print('NotImplementedError: no stand-in for JIT kernel x')\nsys.stdout.flush()\n"
+        "for rank in held:\n    rank.kill()\ntime.sleep(0.05)\nos.kill(os.getpid(), 9)\n"
+    )
+    assert outcome.problem.startswith("lost rank 0 (process ")
+    assert outcome.problem.endswith("requests were running: NotImplementedError: no stand-in for JIT kernel x")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "dsv41_dist.comm.errors.RankTimeout: rank 2 did not come to 'logits' within 30 s",
+        "dsv41_dist.comm.errors.TransportUnavailable: transport 'roce' cannot be used here: x",
+        "dsv41_dist.comm.errors.DisagreementError: ranks do not agree at 'x'",
+    ],
+)
+def test_an_error_of_this_package_is_the_reason(boot_as, error):
+    lines = ["ImportError: libcuda is not there: ignored", *(f"later line {i}" for i in range(9)), error]
+    # What the other ranks say once their peer is gone is no reason.
+    lines += ["RuntimeError: [pair.cc:525] Connection closed by peer [127.0.0.1]:40"]
+    program = f"print(*{lines!r}, sep=chr(10))\nsys.exit(1)\n"
+    assert boot_as(program).problem == f"the engine ended with status 1: {error}"
+
+
+def test_ranks_that_end_after_the_last_answer_are_not_lost(boot_as):
+    program = (
+        "held = ranks(4)\ntime.sleep(0.5)\nsay('stage', name='first', tokens=[[1]], cached=[0])\ntime.sleep(0.5)\n"
+        "say('done')\nfor rank in held:\n    rank.kill()\n    rank.wait()\n"
+    )
+    # A terminal that takes its time: all of it happens between the events and the look at the ranks.
+    outcome = boot_as(program, say=lambda line: time.sleep(1.5) if "first" in line else None)
+    assert outcome.problem == ""
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_scheduler_processes_that_cannot_be_found_cannot_be_watched(boot_as, count):
+    outcome = boot_as(f"held = ranks({count})\nsay('done')\n")
+    found = ", ".join(map(str, range(count))) or "none"
+    assert outcome.problem.startswith(f"TP4, and the scheduler processes of these ranks were found: {found}")
 
 
 def test_the_time_is_bounded(boot_as):

@@ -14,7 +14,7 @@ def outcome(name: str = "stock") -> Outcome:
     forward = {"mode": "DECODE", "draft": False, "rows": 2, "requests": 2, "collectives": {"all_reduce": 3}}
     forwards = [{**forward, "logits": [f"a{i}", f"b{i}"], "top": [[5, 9.0, 8.0], [6, 7.0, 6.0]]} for i in range(3)]
     stage = {"name": "short", "sampled": False, "tokens": [[1, 2, 3], [4, 5, 6]], "cached": [0, 0]}
-    return Outcome(name, stages=[stage], ranks={rank: copy.deepcopy(forwards) for rank in range(4)})
+    return Outcome(name, 4, stages=[stage], ranks={rank: copy.deepcopy(forwards) for rank in range(4)})
 
 
 def test_equal_boots_have_no_problem():
