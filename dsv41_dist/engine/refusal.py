@@ -7,11 +7,12 @@ to serving all refuse again.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from typing import NoReturn
 
-__all__ = ["Refusal", "latched", "refuse", "refuse_again"]
+__all__ = ["Refusal", "latched", "refuse", "refuse_again", "say"]
 
 
 class Refusal(SystemExit):
@@ -41,17 +42,19 @@ def refuse(what: str, todo: str) -> NoReturn:
     with _lock:
         if not _first:
             _first.append(paragraph)
-    _say(paragraph)
+    say(paragraph)
     raise Refusal(paragraph)
 
 
 def refuse_again() -> None:
     """Raise the first refusal of this process again; return if there was none."""
     if _first:
-        _say(_first[0])
+        say(_first[0])
         raise Refusal(_first[0])
 
 
-def _say(paragraph: str) -> None:
+def say(text: str) -> None:
+    """Print on stderr, if that can be written: a full disk must not put another exception in a refusal's place."""
     # Not through logging: the engine may not have configured it yet, and must not be able to filter this.
-    print(paragraph, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)

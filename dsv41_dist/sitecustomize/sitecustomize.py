@@ -25,7 +25,10 @@ def arm():
         boot.arm(REGISTRY)
     except Exception as error:
         # Python and the engine both report an exception here and go on: a gate that is set must not be lost so.
-        print(f"dsv41_dist cannot be armed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        from contextlib import suppress
+
+        with suppress(OSError, ValueError):  # a stderr that cannot be written
+            print(f"dsv41_dist cannot be armed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from error
 
 

@@ -148,3 +148,22 @@ print("went on")
 """
     result = door(code, {}, str(ROOT))
     assert (result.returncode, result.stdout) == (1, "")
+
+
+FULL = "import sys\nsys.stderr = open('/dev/full', 'w')\n"
+SWALLOWED = """
+from dsv41_dist.sitecustomize.sitecustomize import arm
+try:
+    arm()
+except Exception:
+    pass
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("value", ["maybe", "1"])
+def test_a_door_that_cannot_say_why_it_refuses_still_refuses(value):
+    broken = "import dsv41_dist\ndsv41_dist.__file__ = '/elsewhere/dsv41_dist/__init__.py'\n" if value == "1" else ""
+    result = door(FULL + broken + SWALLOWED, {"DSV41_FOLDED_FENCE": value}, str(ROOT))
+    assert result.returncode != 0
+    assert result.stdout == ""

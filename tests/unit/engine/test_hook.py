@@ -180,6 +180,19 @@ def test_a_refusal_on_an_already_imported_module_is_latched_too(toy):
     refuses(result)
 
 
+def test_a_refusal_that_cannot_be_written_is_one(toy):
+    body = """
+sys.stderr = open("/dev/full", "w")
+for attempt in range(2):
+    try:
+        import sglang.ops
+    except Exception:
+        print("swallowed")
+"""
+    result = drifted(toy, body)
+    assert (result.returncode != 0, result.stdout) == (True, "")
+
+
 def test_a_relied_on_symbol_that_drifted_refuses_too(toy):
     toy.edit("sglang/ops.py", "return x + 1", "return x + 2")
     refuses(toy.run('armed_hook(Tag("a", "scale", relied=["other"]))\nimport sglang.ops\nprint("done")'), "other")
