@@ -6,7 +6,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import threading
 import time
 import types
@@ -18,7 +17,7 @@ from . import agreement
 from .gates import GateError, Gates
 from .hook import Hook, Patch, Patcher, tree_of
 from .names import PREFIXES
-from .refusal import latched, refuse, refuse_again
+from .refusal import latched, refuse, refuse_again, say
 from .report import text_table, write_json
 from .state import AdapterState
 from .symbols import Target
@@ -166,7 +165,7 @@ class Armed:
         self.group.close()
         self.ready = True
         if self.group.rank == 0:
-            print(text_table(self.as_json()), file=sys.stderr, flush=True)
+            say(text_table(self.as_json()))
             if self.gates["DSV41_BOOT_REPORT"]:
                 self._write()
                 for state in self.states.values():

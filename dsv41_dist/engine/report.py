@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
+
+from .refusal import say
 
 __all__ = ["text_table", "write_json"]
 
@@ -32,4 +34,6 @@ def write_json(path: str, report: Mapping[str, Any]) -> None:
             file.write(json.dumps(report, indent=1) + "\n")
         os.replace(partial, path)
     except OSError as error:
-        print(f"dsv41_dist: DSV41_BOOT_REPORT={path!r} cannot be written: {error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        say(f"dsv41_dist: DSV41_BOOT_REPORT={path!r} cannot be written: {error}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 
-from dsv41_dist.engine import armed
+from dsv41_dist.engine import armed, report
 from dsv41_dist.engine.gates import Gates
 from dsv41_dist.engine.state import AdapterState
 
@@ -30,3 +31,20 @@ def test_the_file_follows_the_counts_without_an_end(tmp_path, monkeypatch):
     thread.join(20)
     assert not thread.is_alive()
     assert list(tmp_path.iterdir()) == [file]
+
+
+class Full:
+    """A stderr on a disk that is full."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_report_that_cannot_be_written_or_said_does_not_end_the_server(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "report.json"
+    folder.mkdir()
+    report.write_json(str(folder), {})
+    assert f"DSV41_BOOT_REPORT={str(folder)!r} cannot be written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [folder]
+    monkeypatch.setattr(sys, "stderr", Full())
+    report.write_json(str(folder), {})
