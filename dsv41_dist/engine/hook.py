@@ -90,7 +90,7 @@ class Hook:
         self._installed: dict[str, types.ModuleType] = {}
         # By module, each written in one step, so that imports in several threads need no lock of ours (a lock held
         # while an adapter imports would deadlock with the import system's own).
-        self._expected: dict[str, list[tuple[Target, Any, Any]]] = {}  # target, owner, what we put there
+        self._expected: dict[str, list[tuple[Target, Any]]] = {}  # target, what we put there
 
     def arm(self) -> None:
         sys.meta_path.insert(0, self)
@@ -134,9 +134,15 @@ class Hook:
             module = sys.modules.get(name)
             if module is not None and self._installed.get(name) is not module:
                 out.append(f"{name} was imported past the hook")
-        for target, owner, ours in [entry for entries in list(self._expected.values()) for entry in entries]:
-            current = vars(owner).get(target.qualname.rpartition(".")[2])
-            if not any(layer is ours for layer in _layers(current)):
+        for target, ours in [entry for entries in list(self._expected.values()) for entry in entries]:
+            module = sys.modules.get(target.module)
+            if module is None:
+                continue  # the next import meets the finder
+            try:  # as a caller finds it: the class that was patched may not be there any more
+                found = functools.reduce(getattr, target.qualname.split("."), module)
+            except AttributeError:
+                found = None
+            if not any(layer is ours for layer in _layers(getattr(found, "__func__", found))):
                 out.append(f"{target.key} was replaced after it was patched")
         return out
 
@@ -165,7 +171,7 @@ class Hook:
         tree = tree_of(module)
         first: dict[str, Any] = {}
         last: dict[str, Any] = {}
-        expected: list[tuple[Target, Any, Any]] = []
+        expected: list[tuple[Target, Any]] = []
         for patcher, state in self._patchers:
             here = [t for t in patcher.targets if t.module == module.__name__]
             for finding in drift.check(tree, here):
@@ -187,7 +193,7 @@ class Hook:
                 last[qualname] = new
                 target = next(t for t in here if t.qualname == qualname)
                 state.patched[target.key] = state.patched.get(target.key, 0) + 1
-                expected.append((target, resolve(module, qualname)[0], new))
+                expected.append((target, new))
         self._expected[module.__name__] = expected
         return tree.release, [(first[qualname], last[qualname]) for qualname in first]
 

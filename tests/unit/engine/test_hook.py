@@ -269,6 +269,27 @@ def test_verify_sees_what_happened_after_the_installation(toy):
     )
 
 
+def test_verify_looks_at_what_the_module_holds_now(toy):
+    passes(
+        toy.run(
+            """
+            hook = armed_hook(Tag("a", "Layer.forward", "Layer.shape", "Layer.build"))
+            import sglang.ops as ops
+            names = ["Layer.forward", "Layer.shape", "Layer.build"]
+            stock, ops.Layer = ops.Layer, type("Layer", (ops.Layer,), {})
+            assert hook.verify() == []
+            class Other(stock):
+                forward = shape = build = lambda *args: "stock"
+            for ops.Layer in (Other, type("Empty", (), {}), None):
+                assert hook.verify() == [f"sglang.ops:{name} was replaced after it was patched" for name in names]
+            del ops.Layer
+            assert len(hook.verify()) == 3
+            print("done")
+            """
+        )
+    )
+
+
 def test_a_reload_is_patched_again(toy):
     passes(
         toy.run(
