@@ -1,4 +1,5 @@
-"""Writes what each rank's forwards produced: logits bytes, per row, as digests, and the collectives that were called.
+"""Writes what each rank's forwards produced: logits bytes, per row, as digests (of a draft without logits: its hidden
+states), and the collectives that were called.
 
 Runs in the engine's processes.
 """
@@ -81,7 +82,10 @@ _files: dict[int, Any] = {}
 
 
 def _write(runner: Any, batch: Any, output: Any) -> None:
-    logits = getattr(getattr(output, "logits_output", output), "next_token_logits", None)
+    output = getattr(output, "logits_output", output)
+    rows = getattr(output, "next_token_logits", None)
+    if rows is None:  # DSpark's draft: hidden states, and its head comes after the forward
+        rows = getattr(output, "hidden_states", None)
     rank = _rank()
     if rank not in _files:
         _files[rank] = open(os.path.join(os.environ[RECORD], f"rank{rank}.jsonl"), "a")  # noqa: SIM115
@@ -94,8 +98,8 @@ def _write(runner: Any, batch: Any, output: Any) -> None:
         "collectives": dict(_calls),
         "fired": _fired(),
         "cpu_s": round(time.process_time(), 2),
-        "logits": [] if logits is None else [_digest(row) for row in logits],
-        "top": [] if logits is None else [_top(row) for row in logits],
+        "logits": [] if rows is None else [_digest(row) for row in rows],
+        "top": [] if rows is None else [_top(row) for row in rows],
     }
     _files[rank].write(json.dumps(entry) + "\n")
     _files[rank].flush()
@@ -123,6 +127,6 @@ def _digest(row: Any) -> str:
 
 
 def _top(row: Any) -> list[float]:
-    """Token with the largest logit, that logit, and the next one."""
+    """Column of the largest value (of logits: the token), that value, and the next one."""
     values, ids = row.float().topk(2)
     return [int(ids[0]), float(values[0]), float(values[1])]

@@ -63,14 +63,17 @@ def text(
         ours = f"equal in {comparison.forwards} forwards"
         if not comparison.logits_equal:
             ours = (
-                f"DIFFERENT; the two largest logits by up to {comparison.largest_difference:g}"
+                f"DIFFERENT; the two largest of a row by up to {comparison.largest_difference:g}"
                 if comparison.exact
                 else "not compared: drafts may differ, and with them the batches"
             )
+        answers = same[comparison.tokens_equal]
+        if comparison.tokens_equal and not comparison.exact:
+            answers += " (greedy; sampled: same count only)"
         parts += [
             "",
             "Stock against adapted:",
-            f"  tokens                  {same[comparison.tokens_equal]}",
+            f"  tokens                  {answers}",
             f"  logits bytes, prefill   {same[comparison.prefill_equal]}",
             f"  logits bytes, all       {ours}",
         ]

@@ -78,7 +78,8 @@ def main(folder: Path) -> None:
         events.say("ready", ranks=_schedulers(), version=sglang.__version__)
         for stage in boot.stages:
             tokens, cached = await _together(engine, stage)
-            events.say("stage", name=stage.name, sampled=stage.temperature > 0, tokens=tokens, cached=cached)
+            about = {"name": stage.name, "sampled": stage.temperature > 0, "new_tokens": stage.new_tokens}
+            events.say("stage", **about, tokens=tokens, cached=cached)
         events.say("done")
 
     (over_http if boot.http else with_engine)(server_arguments(boot), work)

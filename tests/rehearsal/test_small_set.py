@@ -57,6 +57,8 @@ def test_the_adapted_engine_has_every_byte_of_the_stock_one(stock, adapted):
     assert (found.problems, found.tokens_equal, found.logits_equal) == ([], True, True)
     modes = {(entry["mode"], entry["draft"]) for entry in boots[1].ranks[0]}
     assert modes == {("EXTEND", False), ("TARGET_VERIFY", True), ("TARGET_VERIFY", False)}
+    # The draft's too, which have hidden states and no logits.
+    assert found.forwards == len(boots[1].ranks[0])
     problems, _ = judge(boots, found, NAMES, True)
     assert problems == []
     assert text(boots, found, problems, [], "", 0.0).splitlines()[-1].startswith("READY")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +15,8 @@ from dsv41_dist.rehearsal.verdict import Outcome, compare
 def outcome(name: str = "stock") -> Outcome:
     forward = {"mode": "DECODE", "draft": False, "rows": 2, "requests": 2, "collectives": {"all_reduce": 3}}
     forwards = [{**forward, "logits": [f"a{i}", f"b{i}"], "top": [[5, 9.0, 8.0], [6, 7.0, 6.0]]} for i in range(3)]
-    stage = {"name": "short", "sampled": False, "tokens": [[1, 2, 3], [4, 5, 6]], "cached": [0, 0]}
+    forwards[0]["mode"] = "EXTEND"
+    stage = {"name": "short", "sampled": False, "tokens": [[1, 2, 3], [4, 5, 6]], "cached": [0, 0], "new_tokens": 3}
     return Outcome(name, 4, stages=[stage], ranks={rank: copy.deepcopy(forwards) for rank in range(4)})
 
 
@@ -33,7 +36,10 @@ def test_one_other_token_is_named():
 def test_missing_tokens_are_named():
     other = outcome("adapted")
     other.stages[0]["tokens"][0].pop()
-    assert compare(outcome(), other).problems == ["tokens differ: short, prompt 0, token 2: 3 there, nothing here"]
+    assert compare(outcome(), other).problems == [
+        "adapted: short, prompt 0: 2 tokens of 3",
+        "tokens differ: short, prompt 0, token 2: 3 there, nothing here",
+    ]
 
 
 def test_other_cached_rows_are_named():
@@ -57,15 +63,13 @@ def test_where_drafts_may_differ_sampled_text_is_free_and_prefill_is_not():
     stock, other = outcome(), outcome("adapted")
     for boot in (stock, other):
         boot.stages[0]["sampled"] = True
-        for entries in boot.ranks.values():
-            entries[0]["mode"] = "EXTEND"
     other.stages[0]["tokens"][1][2] = 7
     for entries in other.ranks.values():
         entries[2]["rows"] = 3  # another batch, after other drafts
     assert compare(stock, other, exact=False).problems == []
     assert len(compare(stock, other).problems) == 2
     other.stages[0]["tokens"][1].append(8)
-    assert compare(stock, other, exact=False).problems == ["tokens differ: short, prompt 1, token 2: 6 there, 7 here"]
+    assert "tokens differ: short, prompt 1, token 2: 6 there, 7 here" in compare(stock, other, exact=False).problems
     other.stages[0]["tokens"][1].pop()
     for entries in other.ranks.values():
         entries[0]["logits"][1] = "x"
@@ -77,19 +81,94 @@ def test_where_drafts_may_differ_sampled_text_is_free_and_prefill_is_not():
 def test_a_rank_of_its_own_mind_is_named():
     other = outcome("adapted")
     other.ranks[2][1]["logits"][0] = "x"
-    assert compare(outcome(), other).problems == ["logits of rank 2 differ from rank 0's at forward 1 (DECODE)"]
+    said = "rank 2's logits bytes differ from rank 0's at forward 1 (DECODE)"
+    assert compare(outcome(), other).problems == [f"adapted: {said}"]
+    assert compare(replace(other, name="stock"), outcome("adapted")).problems == [f"stock: {said}"]
+    assert compare(other, other).problems == [f"adapted: {said}"]
     other = outcome("adapted")
     other.ranks[3].pop()
-    assert compare(outcome(), other).problems == ["rank 3 made 2 forwards, rank 0 3"]
+    assert compare(outcome(), other).problems == ["adapted: rank 3 made 2 forwards, rank 0 3"]
 
 
-@pytest.mark.parametrize("change", [{"rows": 3}, {"mode": "EXTEND"}, {"draft": True}, {"requests": 1}])
+@pytest.mark.parametrize(
+    "change", [{"rows": 3}, {"mode": "EXTEND"}, {"draft": True}, {"requests": 1}, {"logits": ["a"]}, {"logits": []}]
+)
 def test_other_batches_are_a_problem(change):
     other = outcome("adapted")
     for entries in other.ranks.values():
-        entries[0].update(change)
+        entries[1].update(change)
     (problem,) = compare(outcome(), other).problems
-    assert problem.startswith("the batches differ at forward 0: ")
+    assert problem.startswith("the batches differ at forward 1: ")
+
+
+def test_other_hidden_states_of_the_draft_are_named_as_such():
+    stock, other = outcome(), outcome("adapted")
+    for boot in (stock, other):
+        for entries in boot.ranks.values():
+            entries[1]["draft"] = True
+    for entries in other.ranks.values():
+        entries[1]["logits"][0] = "x"
+    said = ["bytes of the draft's hidden states differ first at forward 1 (DECODE, 2 rows), row 0"]
+    assert compare(stock, other).problems == said
+    assert compare(stock, other, exact=False).problems == []
+
+
+def test_a_forward_without_bytes_is_not_counted_as_equal():
+    stock, other = outcome(), outcome("adapted")
+    for boot in (stock, other):
+        for entries in boot.ranks.values():
+            entries[1] |= {"logits": [], "top": []}
+    assert compare(stock, other).forwards == 2
+
+
+def without(what: str) -> Outcome:
+    boot = outcome("adapted")
+    if what == "any rank":
+        boot.ranks = {}
+    elif what == "two ranks":
+        del boot.ranks[1], boot.ranks[3]
+    elif what == "prefill":
+        for entries in boot.ranks.values():
+            entries[0]["mode"] = "DECODE"
+    elif what == "bytes":
+        for entry in [entry for entries in boot.ranks.values() for entry in entries]:
+            entry |= {"logits": [], "top": []}
+    elif what == "answers":
+        boot.stages[0]["tokens"] = [[], []]
+    elif what == "stages":
+        boot.stages = []
+    return boot
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("any rank", "adapted: TP4, and the ranks that recorded forwards are none"),
+        ("two ranks", "adapted: TP4, and the ranks that recorded forwards are 0, 2"),
+        ("prefill", "adapted: no prefill was recorded"),
+        ("bytes", "adapted: no prefill was recorded"),
+        ("answers", "adapted: short, prompt 0: 0 tokens of 3"),
+        ("stages", "adapted: no request was answered"),
+    ],
+)
+@pytest.mark.parametrize("exact", [True, False])
+def test_where_nothing_could_differ_nothing_is_ready(what, said, exact):
+    boot = without(what)
+    for stock in (boot, replace(without(what), name="stock")):
+        assert said in compare(stock, boot, exact).problems
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_no_numbers_are_a_problem_even_if_both_have_them(value):
+    bad = outcome("adapted")
+    bad.ranks[2][1]["top"][1] = [5, value, 8.0]
+    said = "adapted: rank 2 has NaN or infinity at forward 1 (DECODE)"
+    assert compare(bad, bad).problems == [said]
+    assert said in compare(outcome(), bad).problems
+    for entries in bad.ranks.values():
+        entries[1]["top"][1] = [5, value, 8.0]
+        entries[1]["logits"][1] = "x"
+    assert compare(outcome(), bad).largest_difference == math.inf
 
 
 def test_one_forward_less_on_every_rank_is_a_problem():
@@ -150,5 +229,8 @@ def test_the_last_line_is_the_verdict():
     assert "block_fp8_linear" in good
     assert "4 of 4 ranks" in good
     assert "some: over here: 3 calls" in good
+    assert "tokens                  equal\n" in good
+    free = text(boots, compare(*boots, exact=False), [], [], "head", 12.0)
+    assert "tokens                  equal (greedy; sampled: same count only)\n" in free
     bad = text(boots, None, ["lost rank 2"], [], "head", 12.0)
     assert bad.splitlines()[-2:] == ["- lost rank 2", "NOT READY: 2 boot(s), 12 s"]
