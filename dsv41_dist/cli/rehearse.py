@@ -94,7 +94,10 @@ def rehearse(
 
     folder = checkpoint_folder(cache_folder() / "rehearsal", _number("--seed", seed, range(1 << 31)))
     say(f"checkpoint: {folder}")
-    make_checkpoint(python, folder, int(seed))
+    try:
+        make_checkpoint(python, folder, int(seed))
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        raise ArgumentError(f"{error}; XDG_CACHE_HOME names the folder for it") from None
     boot = Boot(
         checkpoint=str(folder),
         stages=stages,
@@ -119,6 +122,8 @@ def rehearse(
     problems, notes = judge(outcomes, comparison, owners, must_fire, device, graphs)
     if gates == "all":
         notes += [f"{name} is left out: {why}" for name, why in left_out(names).items()]
+    if chosen and not owners:
+        (problems if must_fire else notes).append("the gates turn no adapter on; `adapters` lists those that do")
     if not chosen and not outcomes[0].problem:
         problems += compare(outcomes[0], outcomes[0]).problems  # the ranks among themselves
         notes.append("no gate is set: this was the stock engine alone")
@@ -153,10 +158,16 @@ def _guarantees(adapters: list[Adapter], gates: dict[str, str]) -> set[Guarantee
 def parse_gates(text: str) -> dict[str, str]:
     """ "A=1 B=2" -> {"A": "1", "B": "2"}, checked as the engine's ranks will check them. Raises ArgumentError."""
     out: dict[str, str] = {}
-    for word in shlex.split(text):
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ArgumentError(f'--gates "{text}": {error}') from None
+    for word in words:
         name, equals, value = word.partition("=")
         if not equals:
             raise ArgumentError(f"--gates {word!r}: allowed is NAME=VALUE, several separated by blanks")
+        if name in out:
+            raise ArgumentError(f"--gates: {name} is given twice, as {out[name]!r} and as {value!r}; leave one")
         out[name] = value
     try:
         Gates.from_env(out)

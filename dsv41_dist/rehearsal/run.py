@@ -39,7 +39,8 @@ def make_checkpoint(python: str, folder: Path, seed: int) -> Path:
         [python, "-c", code, str(folder), str(seed)], env=env, capture_output=True, text=True, timeout=300, check=False
     )
     if done.returncode:
-        raise RuntimeError(f"the checkpoint could not be written to {folder}: {done.stderr.strip()[-500:]}")
+        reason = done.stderr.strip().rpartition("\n")[2]
+        raise RuntimeError(f"the checkpoint could not be written to {folder}: {reason}")
     return folder
 
 
