@@ -10,6 +10,7 @@ import difflib
 import gc
 import hashlib
 import json
+import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .symbols import LogicalLine, Symbol, Target, find
-from .tree import EngineNotFound, EngineTree
+from .tree import PACKAGE, UNKNOWN, EngineNotFound, EngineTree
 
 __all__ = ["Finding", "check", "digest", "known_releases", "record", "recorded", "write"]
 
 FOLDER = Path(__file__).parent / "releases"
 _CONTEXT, _SHOWN = 2, 40
+_NUMBER = re.compile(r"[0-9]+")
 
 
 class Finding(NamedTuple):
@@ -36,8 +38,10 @@ class Finding(NamedTuple):
 
 
 def known_releases() -> list[str]:
-    """The releases whose fingerprints are recorded, oldest first."""
-    return sorted((file.stem for file in FOLDER.glob("*.json")), key=lambda text: [int(n) for n in text.split(".")])
+    """The releases whose fingerprints are recorded, by the numbers in their names (an rc comes after its release)."""
+    return sorted(
+        (file.stem for file in FOLDER.glob("*.json")), key=lambda text: [int(n) for n in _NUMBER.findall(text)]
+    )
 
 
 @lru_cache(maxsize=8)
@@ -156,9 +160,12 @@ def _rows(mark: str, lines: Iterable[LogicalLine]) -> list[str]:
 def record(wheel: Path, targets: Iterable[Target]) -> dict[str, Any]:
     """The content of `releases/<release>.json` for one published wheel.
 
-    Raises EngineNotFound when the file is not an engine wheel, ValueError when a target of its release is not in it.
+    Raises EngineNotFound when the file is not an engine wheel or does not say its version, ValueError when a target of
+    its release is not in it.
     """
     tree = EngineTree.at(wheel)
+    if tree.version == UNKNOWN:
+        raise EngineNotFound(f"{wheel} does not say its version: record a published {PACKAGE} wheel")
     wanted = sorted({target.key: target for target in targets if target.is_for(tree.release)}.items())
     found = _symbols(tree, [target for _, target in wanted])
     missing = [key for key, _ in wanted if key not in found]

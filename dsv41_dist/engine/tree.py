@@ -8,9 +8,10 @@ import zipfile
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-__all__ = ["PACKAGE", "EngineNotFound", "EngineTree"]
+__all__ = ["PACKAGE", "UNKNOWN", "EngineNotFound", "EngineTree"]
 
 PACKAGE = "sglang"
+UNKNOWN = "unknown"
 _VERSION = re.compile(r"^__version__\s*=.*?['\"]([^'\"]+)['\"]", re.MULTILINE)
 _METADATA = re.compile(r"^Version:\s*(\S+)", re.MULTILINE)
 
@@ -32,7 +33,12 @@ class EngineTree:
         """A folder that holds `sglang/`, the `sglang/` folder itself, or a wheel. Raises EngineNotFound."""
         where = Path(path)
         if where.suffix == ".whl" and where.is_file():
-            return cls(where, zipfile.ZipFile(where))
+            try:
+                archive = zipfile.ZipFile(where)
+            except zipfile.BadZipFile as error:
+                raise EngineNotFound(f"{where} is no wheel ({error}): download it again") from error
+            if f"{PACKAGE}/__init__.py" in archive.namelist():
+                return cls(where, archive)
         for root in (where, where.parent) if where.name == PACKAGE else (where,):
             if (root / PACKAGE / "__init__.py").is_file():
                 return cls(root)
@@ -82,4 +88,4 @@ class EngineTree:
         else:
             texts = [file.read_text("utf-8") for file in sorted(self.root.glob(f"{PACKAGE}-*.dist-info/METADATA"))]
         found = [match[1] for match in map(_METADATA.search, texts) if match]
-        return found[0] if len(found) == 1 else "unknown"
+        return found[0] if len(found) == 1 else UNKNOWN

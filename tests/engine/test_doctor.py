@@ -124,6 +124,11 @@ def test_no_engine_is_a_usage_error(tmp_path):
     result = call(doctor, "--engine", str(tmp_path), "--json")
     assert result.exit_code == 2
     assert "no sglang/__init__.py" in json.loads(result.stdout)["error"]
+    wheel = tmp_path / "sglang-0.5.23-py3-none-any.whl"
+    wheel.write_text("half a download")
+    for args in (["--engine", str(wheel)], ["--record", str(tmp_path)]):
+        result = call(doctor, *args)
+        assert (result.exit_code, "is no wheel" in result.output) == (2, True)
 
 
 def test_the_committed_fingerprints_are_what_the_wheels_give(tmp_path, published):

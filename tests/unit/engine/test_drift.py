@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+
 import pytest
 
 from dsv41_dist.engine import drift
@@ -108,6 +110,33 @@ def test_recording_refuses_what_it_cannot_record(tmp_path, toy):
         drift.write(tmp_path / "empty", TARGETS, tmp_path)
     with pytest.raises(ValueError, match=r"has no sglang\.ops:gone"):
         drift.record(toy.wheel, [Target("sglang.ops", "gone")])
+
+
+@pytest.mark.parametrize("version", ["9.9.1.post1", "9.9.1rc2", "9.10.0", "10.0"])
+def test_every_version_that_a_wheel_can_have_is_recorded_and_known(known, tmp_path, version):
+    Toy(tmp_path / "later", {**FILES, "sglang/_version.py": f"__version__ = '{version}'\n"}, known.releases)
+    assert drift.known_releases() == ["9.9.1", version]
+    (known.root / "sglang/_version.py").write_text("__version__ = '9.9.2'\n")
+    assert f"9.9.2 is not among 9.9.1, {version}" in drift.check(EngineTree.at(known.root), TARGETS)[0].detail
+
+
+def test_a_wheel_that_does_not_say_its_version_is_not_recorded(tmp_path):
+    with pytest.raises(EngineNotFound, match=r"sglang-9\.9\.1-py3-none-any\.whl does not say its version"):
+        Toy(tmp_path, {**FILES, "sglang/_version.py": ""})
+    assert not list((tmp_path / "releases").iterdir())
+
+
+@pytest.mark.parametrize("name", ["sglang-9.9.1-py3-none-any.whl", "numpy-2.1.0-py3-none-any.whl"])
+def test_a_wheel_that_is_no_engine_is_not_found(tmp_path, name):
+    wheel = tmp_path / name
+    wheel.write_bytes(b"half a download")
+    with pytest.raises(EngineNotFound, match=f"{name} is no wheel"):
+        EngineTree.at(wheel)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("numpy/__init__.py", "")
+        archive.writestr("numpy-2.1.0.dist-info/METADATA", "Name: numpy\nVersion: 2.1.0\n")
+    with pytest.raises(EngineNotFound, match=f"no sglang/__init__.py in .*{name}"):
+        EngineTree.at(wheel)
 
 
 def test_the_digest_of_findings_follows_the_sources(known):

@@ -112,11 +112,11 @@ def armed_hook(*adapters):
 class Toy:
     """The toy engine in a folder; `run` executes code that finds it as `sglang`."""
 
-    def __init__(self, folder: Path, files: Mapping[str, str] = FILES) -> None:
+    def __init__(self, folder: Path, files: Mapping[str, str] = FILES, releases: Path | None = None) -> None:
         self.folder = folder
         self.root = folder / "engine"
-        self.releases = folder / "releases"
-        self.releases.mkdir(parents=True)
+        self.releases = releases or folder / "releases"
+        self.releases.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             file = self.root / name
             file.parent.mkdir(parents=True, exist_ok=True)
