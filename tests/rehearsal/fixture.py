@@ -116,9 +116,11 @@ class Rehearsals:
         stamp = Path(boot.checkpoint) / "rehearsal.digest"
         elsewhere = replace(boot, checkpoint="")  # what is in it counts, not where it is
         digest = hashlib.sha256(f"{self._release} {elsewhere.digest()} {stamp.read_text()}".encode())
-        for folder in (PACKAGE_ROOT / "dsv41_dist", *map(Path, boot.extra_path)):
-            for file in sorted(folder.rglob("*.py")):
-                digest.update(file.read_bytes())
+        # Whole folders: fingerprints and entry points decide as much as code does.
+        for folder in (PACKAGE_ROOT / "dsv41_dist", *map(Path, boot.extra_path), *filter(None, [boot.tree])):
+            for file in sorted(Path(folder).rglob("*")):
+                if file.is_file() and "__pycache__" not in file.parts:
+                    digest.update(f"{file.relative_to(folder)} {file.stat().st_size} ".encode() + file.read_bytes())
         return digest.hexdigest()[:24]
 
     @staticmethod
