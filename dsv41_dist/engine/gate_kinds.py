@@ -72,7 +72,10 @@ class Int(NamedTuple):
     def parse(self, text: str) -> int:
         if not text.isascii() or not text.isdigit():
             raise BadValue(text)
-        value = int(text)
+        try:
+            value = int(text)
+        except ValueError:  # more digits than Python converts
+            raise BadValue(text) from None
         if not self.low <= value <= self.high:
             raise BadValue(text)
         return value
@@ -107,7 +110,8 @@ class Path(NamedTuple):
 
 
 class Names(NamedTuple):
-    """A comma-separated list without repeats; `words` limits it, otherwise dotted identifiers. The value is a list."""
+    """A comma-separated list without repeats; the value is a list. `words` limits it, otherwise dotted identifiers that
+    are no on/off word: `off` would turn the switch on, with a name that nothing has."""
 
     words: tuple[str, ...] = ()
     what: str = "names"
@@ -116,12 +120,15 @@ class Names(NamedTuple):
     def allowed(self) -> str:
         if self.words:
             return f"a comma-separated list of {', '.join(self.words)}"
-        return f"a comma-separated list of {self.what} without repeats, such as wqkv_a,engram.wkv"
+        return f"a comma-separated list of {self.what} without repeats, such as wqkv_a,engram.wkv; unset is off"
 
     def parse(self, text: str) -> list[str]:
         parts = [part.strip() for part in text.split(",")]
         for part in parts:
-            good = part in self.words if self.words else all(piece.isidentifier() for piece in part.split("."))
+            if self.words:
+                good = part in self.words
+            else:
+                good = part.lower() not in _ON + _OFF and all(piece.isidentifier() for piece in part.split("."))
             if not good:
                 raise BadValue(text)
         if len(set(parts)) != len(parts):

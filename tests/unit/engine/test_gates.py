@@ -115,6 +115,8 @@ BAD = [
     ("DSV41_VERIFY_CAP", "conf"),
     ("DSV41_REPLICATED_SPLIT", "wqkv_a,,x"),
     ("DSV41_REPLICATED_SPLIT", "a,a"),
+    *(("DSV41_REPLICATED_SPLIT", text) for text in ("off", "False", "on", "true", "0", "1", "wqkv_a,off")),
+    ("DSV41_ROCE_GATHER", "9" * 5000),
     ("DSV41_ROCE_GATHER", "2MiB"),
     ("DSV41_ROCE_GATHER", str((1 << 30) + 1)),
     ("DSV41_PREFILL_SP", "2"),
