@@ -46,7 +46,14 @@ def arm(registry: Sequence[AdapterSpec]) -> bool:
     with _lock:
         if _armed is None:
             _armed = Armed.from_env(registry)
-            _armed.start()
+            try:
+                _armed.start()
+            except Exception as error:
+                # Kept as a refusal: the next door must not take what is half in place for armed.
+                refuse(
+                    f"arming failed: {type(error).__name__}: {error}",
+                    "Repair what it names, or unset the gates on every rank.",
+                )
         else:
             _armed.check_unchanged()
     return bool(_armed.states)

@@ -8,8 +8,10 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def arm():
-    """Arm what the gates ask for, or end the process; nothing is imported when no gate is set."""
-    if not any(name.startswith(("DSV41_", "SPARK_PREFILL_")) for name in os.environ):
+    """Arm what the gates ask for, or end the process. Imports nothing when no gate is set; boot, once it is there, is
+    asked all the same: it sees that a gate was unset."""
+    is_set = any(name.startswith(("DSV41_", "SPARK_PREFILL_")) for name in os.environ)
+    if not is_set and "dsv41_dist.engine.boot" not in sys.modules:
         return
     root = os.path.dirname(os.path.dirname(_HERE))
     try:

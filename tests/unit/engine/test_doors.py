@@ -10,6 +10,14 @@ from tests.unit.engine.toy import DOOR, ROOT, run_python
 
 HOOKS = "sum(type(f).__name__ == 'Hook' for f in sys.meta_path)"
 FENCE = {"DSV41_FOLDED_FENCE": "1"}
+SWALLOWED = """
+from dsv41_dist.sitecustomize.sitecustomize import arm
+try:
+    arm()
+except Exception:
+    pass
+print("went on")
+"""
 
 
 def door(code: str, env=None, path: str = str(DOOR), args: tuple[str, ...] = ()):
@@ -123,6 +131,38 @@ def test_gates_that_changed_between_the_doors_are_refused():
     assert "gates changed after they were read: DSV41_COMM_CHECK" in result.stderr
 
 
+def test_gates_that_were_unset_between_the_doors_are_refused():
+    code = "import os; from dsv41_dist.sitecustomize.sitecustomize import arm; arm(); "
+    code += "del os.environ['DSV41_FOLDED_FENCE']; arm(); print('went on')"
+    result = door(code, FENCE, f"{DOOR}:{ROOT}")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "gates changed after they were read: DSV41_FOLDED_FENCE" in result.stderr
+
+
+START = """
+from dsv41_dist.engine import armed, boot
+from dsv41_dist.adapters import REGISTRY
+starts = []
+def start(self):
+    starts.append(self)
+    {body}
+armed.Armed.start = start
+"""
+
+
+def test_an_import_that_fails_while_arming_is_final():
+    code = START.format(body="raise ImportError('half imported')") + SWALLOWED + "boot.arm(REGISTRY)"
+    for attempt in (code, code.replace("except Exception", "except BaseException")):
+        result = door(attempt, FENCE, str(ROOT))
+        assert result.returncode == 1
+        assert "dsv41_dist refuses to go on: arming failed: ImportError: half imported" in result.stderr
+
+
+def test_a_door_that_is_met_while_arming_arms_nothing_again():
+    code = START.format(body="boot.arm(REGISTRY)") + "print(boot.arm(REGISTRY), len(starts))"
+    assert door(code, FENCE, str(ROOT)).stdout.strip() == "True 1"
+
+
 @pytest.mark.parametrize("flag", ["-I", "-E", "-S"])
 def test_interpreters_that_ignore_the_door_are_told_so(flag):
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
@@ -151,14 +191,6 @@ print("went on")
 
 
 FULL = "import sys\nsys.stderr = open('/dev/full', 'w')\n"
-SWALLOWED = """
-from dsv41_dist.sitecustomize.sitecustomize import arm
-try:
-    arm()
-except Exception:
-    pass
-print("went on")
-"""
 
 
 @pytest.mark.parametrize("value", ["maybe", "1"])
