@@ -1,4 +1,4 @@
-"""One engine boot per question: results are kept by a digest over the boot, this package and the engine's release.
+"""One engine boot per question: results are kept by a digest over the boot, its files and the engine's release.
 
     def test_something(rehearsals):
         stock = rehearsals.stock()
