@@ -30,7 +30,8 @@ class Adapter:
         summary: one line for the reader.
         guarantee: what it promises about results.
         targets: every engine symbol it patches or relies on, with the releases it is there in.
-        native: releases that do the same without a patch, and the flag that turns it on there.
+        native: releases that do the same by themselves, and the flag that turns it on there. Targets it still has there
+            are checked and patched.
         docs: page with more.
     """
 

@@ -21,11 +21,13 @@ from .refusal import latched, refuse, refuse_again, say
 from .report import text_table, write_json
 from .state import AdapterState
 from .symbols import Target
+from .tree import EngineTree
 
-__all__ = ["AdapterSpec", "Armed", "enabled"]
+__all__ = ["NO_TARGETS", "AdapterSpec", "Armed", "enabled"]
 
 PARALLEL_STATE = "sglang.srt.distributed.parallel_state"
 SCHEDULER = "sglang.srt.managers.scheduler"
+NO_TARGETS = "this release has none of its targets"
 _REFRESH_S = 1.0
 
 
@@ -43,7 +45,9 @@ class AdapterSpec(Patcher, Protocol):
 
 def enabled(gates: Gates, registry: Sequence[AdapterSpec]) -> set[str]:
     """Names of the adapters that these gates turn on, on this machine."""
-    return {*gates.owners_on(), *(adapter.name for adapter in registry if adapter.by_default(gates))}
+    # No adapter is on by default where nothing of ours is set: boot does not even look there.
+    by_default = (adapter.name for adapter in registry if gates.texts and adapter.by_default(gates))
+    return {*gates.owners_on(), *by_default}
 
 
 class Armed:
@@ -142,10 +146,18 @@ class Armed:
                 "gates": self.gates.shared(),
                 "gates digest": self.gates.digest(),
                 "adapters": list(self.states),
-                "drift": self.hook.problems(tree.root),
+                "drift": self.problems(tree),
             },
             label="boot:group",
         )
+
+    def problems(self, tree: EngineTree) -> list[str]:
+        """What makes this engine one to refuse: drift, and an enabled adapter that would do nothing in this release."""
+        out = self.hook.problems(tree.root)
+        for adapter in self.adapters:
+            if tree.release not in adapter.native and not any(t.is_for(tree.release) for t in adapter.targets):
+                out.append(f"{adapter.name}: absent: {NO_TARGETS}")
+        return out
 
     def serving(self) -> None:
         """Before the engine says that it is ready: agree on what was installed, then report. Once per process."""

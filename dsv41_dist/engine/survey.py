@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import drift
-from .armed import AdapterSpec, Armed, enabled
+from .armed import NO_TARGETS, AdapterSpec, Armed, enabled
 from .drift import Finding
 from .gate_table import GATES
 from .gates import Gates
@@ -55,12 +55,14 @@ def survey(tree: EngineTree, registry: Sequence[AdapterSpec], gates: Gates) -> l
     rows = [Row("boot", *_status(boot), bool(on), tuple(boot))]
     for adapter in registry:
         is_set = adapter.name in on
-        flag = adapter.native.get(tree.release)
-        if flag is not None:
-            rows.append(Row(adapter.name, "native", f"use the engine's own: {flag}", is_set))
-            continue
         findings = drift.check(tree, adapter.targets, published)
-        rows.append(Row(adapter.name, *_status(findings), is_set, tuple(findings)))
+        flag = adapter.native.get(tree.release)
+        # What a native adapter still patches or relies on is checked at boot like any other's.
+        if flag is not None and all(finding.status == "same" for finding in findings):
+            said = ("native", f"use the engine's own: {flag}")
+        else:
+            said = _status(findings)
+        rows.append(Row(adapter.name, *said, is_set, tuple(findings)))
     here = {adapter.name for adapter in registry}
     later = dict.fromkeys(gate.owner for gate in GATES if gate.switch and gate.owner not in here)
     rows.extend(Row(name, "planned", "not in this version: setting its gate is refused", name in on) for name in later)
@@ -70,7 +72,7 @@ def survey(tree: EngineTree, registry: Sequence[AdapterSpec], gates: Gates) -> l
 def _status(findings: Sequence[Finding]) -> tuple[str, str]:
     wrong = [finding for finding in findings if finding.status != "same"]
     if not findings:
-        return "absent", "this release has none of its targets"
+        return "absent", NO_TARGETS
     if not wrong:
         return "applies", f"{len(findings)} targets as published"
     statuses = {finding.status for finding in wrong}
