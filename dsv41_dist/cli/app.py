@@ -119,7 +119,7 @@ app.command()(adapters)
 
 
 def main() -> None:
-    """Run a command. Bad input is one line on stderr (of rank 0 under a launcher) and exit code 2."""
+    """Run a command. Bad input is exit code 2 and one line on stderr, of each rank that has it: it may be only one."""
     import os
 
     try:
@@ -141,6 +141,5 @@ def main() -> None:
             print("interrupted", file=sys.stderr)
         raise SystemExit(code or 0)
     rank = next((os.environ[n] for n in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if n in os.environ), "0")
-    if not rank.isdigit() or rank == "0":
-        print(f"error: {text}", file=sys.stderr)
+    print(f"rank {rank}: error: {text}" if rank.isdigit() and rank != "0" else f"error: {text}", file=sys.stderr)
     raise SystemExit(2)

@@ -51,8 +51,8 @@ def choose_place(ranks: int | None, env: Mapping[str, str] | None = None) -> Pla
         return Place("own", 0, 4 if ranks is None else ranks)
     launcher = "mpirun" if mpi else "torchrun"
     if mpi:
-        size = int(env.get("OMPI_COMM_WORLD_SIZE") or env.get("PMI_SIZE") or 1)
-        place = Place(launcher, int(env[mpi]), size)
+        size = next((_number(env, name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if env.get(name)), 1)
+        place = Place(launcher, _number(env, mpi), size)
     else:
         place = Place(launcher, _number(env, "RANK"), _number(env, "WORLD_SIZE"))
     if ranks is not None:
@@ -125,14 +125,16 @@ def run(place: Place, target: Callable[..., Any], *args: Any, timeout_s: float =
         from .spawn import run_ranks
 
         results = run_ranks(place.size, target, *args, timeout_s=timeout_s)
+        ended_badly = any(result.error is not None or result.exitcode not in (0, None) for result in results)
         code = 0
         for result in results:
-            if result.exitcode is None or result.exitcode < 0:
-                if not any(r.error for r in results):
-                    print(f"rank {result.rank} {_ending(result.exitcode, timeout_s)}", file=sys.stderr)
-                code = max(code, 1)
-            elif result.error is not None:
+            if result.error is not None:
                 print(f"rank {result.rank}: {result.error}", file=sys.stderr)
+                code = max(code, 1)
+            elif result.exitcode is None or result.exitcode < 0 or (result.exitcode and result.value is None):
+                # A rank that was killed while it waited for one that had ended is no news.
+                if result.exitcode is not None or not ended_badly:
+                    print(f"rank {result.rank} {_ending(result.exitcode, timeout_s)}", file=sys.stderr)
                 code = max(code, 1)
             else:
                 code = max(code, int(result.value or 0))
@@ -191,6 +193,8 @@ def _importable(module: str) -> bool:
 def _ending(exitcode: int | None, timeout_s: float) -> str:
     if exitcode is None:
         return f"did not end within {timeout_s:g} s and was killed"
+    if exitcode > 0:
+        return f"ended with exit code {exitcode} before it had a result"
     return f"was ended by signal {-exitcode}"
 
 

@@ -20,9 +20,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from ..comm.errors import ArgumentError
+
 __all__ = ["RankResult", "RankSet", "run_ranks"]
 
 _PR_SET_PDEATHSIG = 1
+_MOST_THREADS = 1024
 _PRELOAD = ["torch", "torch.distributed", "dsv41_dist.comm.create", "dsv41_dist.comm.transports.process_group"]
 
 
@@ -54,6 +57,7 @@ class RankSet:
     env: dict[int, dict[str, str]] = field(default_factory=dict[int, dict[str, str]])
 
     def __enter__(self) -> RankSet:
+        threads = _threads()
         import torch.distributed as dist
 
         self._store = dist.TCPStore(
@@ -75,7 +79,7 @@ class RankSet:
                 # env:// then connects to the store served here instead of serving one in rank 0.
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 # Ranks share the machine's cores: threads of their own would only fight over them.
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+                "OMP_NUM_THREADS": threads,
                 "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", ""),
                 **{name: value for name, value in os.environ.items() if name.startswith(("DSV41_", "SPARK_"))},
                 **self.env.get(rank, {}),
@@ -165,6 +169,17 @@ def run_ranks(
     """Start a set, wait for it, end it: the results by rank. An exception on one rank ends the group."""
     with RankSet(size, target, args, env or {}) as ranks:
         return ranks.wait(timeout_s, fail_fast_s=fail_fast_s)
+
+
+def _threads() -> str:
+    """OMP_NUM_THREADS for a rank, 1 if it is not set. Raises ArgumentError for what torch cannot take as a number."""
+    text = os.environ.get("OMP_NUM_THREADS", "1")
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_THREADS:
+        raise ArgumentError(
+            f"OMP_NUM_THREADS={text!r}: allowed is one integer from 1 to {_MOST_THREADS} for ranks started here; "
+            "set it so, or unset it"
+        )
+    return text
 
 
 def _let_the_fork_server_see_the_starter_die() -> None:

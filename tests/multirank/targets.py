@@ -212,3 +212,10 @@ def every_reduction(rank, size):
             wrong += wrong_elements(comm.all_reduce(x, op, label="reduce"), expected)
             wrong += wrong_elements(comm.reduce_scatter(x, op, label="scatter"), expected[2 * rank : 2 * rank + 2])
     return wrong, comm.agreement.agree(rank != size - 1, label="no"), comm.agreement.agree_min(rank, label="low")
+
+
+def leave_without_a_word(rank, size, who):
+    """Rank `who` (None: every rank) ends its process from within; another one waits for it in vain."""
+    if who in (None, rank):
+        os._exit(3)
+    time.sleep(60)

@@ -183,6 +183,9 @@ def test_bad_input_of_a_real_process():
             "mixed launchers: RANK='0' is torchrun's and OMPI_COMM_WORLD_RANK='0' is mpirun's",
         ),
         ({"RANK": "zero", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK='zero'"),
+        ({"OMPI_COMM_WORLD_RANK": "one"}, "OMPI_COMM_WORLD_RANK='one': allowed is an integer"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE='two': allowed is an"),
+        ({"OMP_NUM_THREADS": "2,1"}, "OMP_NUM_THREADS='2,1': allowed is one integer from 1 to"),
     ],
 )
 def test_a_bad_environment_is_one_line_and_exit_2(env, text):
@@ -192,10 +195,22 @@ def test_a_bad_environment_is_one_line_and_exit_2(env, text):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_ranks_under_a_launcher_are_refused_once():
+def test_ranks_under_a_launcher_are_refused():
     done = mpirun(2, "-m", "dsv41_dist", "preflight", "--ranks", "2")
     assert done.returncode == 2
-    assert done.stderr.count("--ranks 2: mpirun has started 2 ranks already") == 1
+    assert "error: --ranks 2: mpirun has started 2 ranks already" in done.stderr
+
+
+@pytest.mark.parametrize("launch", [torchrun, mpirun], ids=["torchrun", "mpirun"])
+def test_bad_input_on_one_rank_is_said_by_that_rank(launch):
+    code = (
+        "import os, sys; rank = os.environ.get('RANK') or os.environ['OMPI_COMM_WORLD_RANK'];"
+        "os.environ.update({'DSV41_COMM_TIMEOUT_S': 'abc'} if rank == '1' else {});"
+        "sys.argv = ['x', 'preflight']; from dsv41_dist.cli.app import main; main()"
+    )
+    done = launch(2, *([] if launch is mpirun else ["--no-python", sys.executable]), "-c", code)
+    assert done.returncode != 0
+    assert "rank 1: error: DSV41_COMM_TIMEOUT_S='abc': allowed is a number of seconds" in done.stderr
 
 
 def test_missing_mpi4py_is_said_before_joining(tmp_path):

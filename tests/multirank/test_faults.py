@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from dsv41_dist.cli.session import Place, run
 from dsv41_dist.cli.spawn import RankSet, run_ranks
 
 from . import targets
@@ -55,6 +56,14 @@ def test_a_lost_rank_in_groups_of_other_sizes(how, size):
     results, lost, live = _lose(how, "all_reduce", size)
     assert [results[rank].value["missing"] for rank in live] == [[lost]] * len(live)
     assert [results[rank].value["sum"] for rank in live] == [[size - 1.0] * 2] * len(live)
+
+
+@pytest.mark.parametrize("who", [0, 1, None])
+def test_ranks_that_end_without_a_result_fail_the_command_and_are_said(who, capsys):
+    assert run(Place("own", 0, 2), targets.leave_without_a_word, who) == 1
+    said = capsys.readouterr().err.splitlines()
+    gone = [0, 1] if who is None else [who]
+    assert said == [f"rank {rank} ended with exit code 3 before it had a result" for rank in gone]
 
 
 def test_a_late_rank_within_the_bound_is_no_failure():

@@ -8,6 +8,7 @@ from dsv41_dist.cli.bench import compare_with_baseline, parse_size
 from dsv41_dist.cli.checks import CHECKS, Result, check
 from dsv41_dist.cli.ops import OPERATIONS, Case
 from dsv41_dist.cli.session import choose_place
+from dsv41_dist.cli.spawn import run_ranks
 from dsv41_dist.cli.timing import summarise
 from dsv41_dist.comm import ArgumentError
 
@@ -84,6 +85,13 @@ def test_launchers_are_found_in_the_environment():
         choose_place(4, torchrun)
     with pytest.raises(ArgumentError, match="mixed launchers"):
         choose_place(None, {**torchrun, "PMIX_RANK": "0"})
+
+
+@pytest.mark.parametrize("text", ["", "0", "auto", "2,1", "-1", "9" * 12])
+def test_threads_that_a_rank_cannot_take_are_refused_before_it_is_started(text, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    with pytest.raises(ArgumentError, match=f"OMP_NUM_THREADS='{text}': allowed is one integer"):
+        run_ranks(1, print)
 
 
 def test_a_guarantee_is_that_of_the_gates_that_are_rehearsed(monkeypatch):
