@@ -77,7 +77,8 @@ class Communicator:
 
     def routed(self, table: RouteTable, *, label: str) -> Communicator:
         """This communicator with other routes: the same ranks, transports, call numbers and end; closing either closes
-        both. Collective. Raises DisagreementError on every rank when the tables differ."""
+        both. Collective. Raises on every rank: DisagreementError when the tables differ, ArgumentError when the
+        table's fallback is not connected."""
         self.agreement.same_everywhere(table.digest(), label=f"{label}:table")
         other = copy.copy(self)
         other.table, other._routes, other._declared = table.restricted(list(self.transports)), {}, set()
@@ -285,19 +286,25 @@ class Communicator:
         return self._route(op, x, x.nbytes, **facts).name
 
     def _route(
-        self, op: str, x: torch.Tensor, nbytes: int, dim: int = 0, reduce_op: str = "", split: Split | None = None
+        self,
+        op: str,
+        x: torch.Tensor,
+        nbytes: int,
+        dim: int = 0,
+        reduce_op: str | None = None,
+        split: Split | None = None,
     ) -> Transport:
         undeclared = False
         if self._guarded and self._capturing(x):
             call = Call(op, tuple(x.shape), x.dtype, dim, reduce_op or "sum", split)
             undeclared = _declared_key(call) not in self._declared
-        key: Any = (op, reduce_op or dim, x.dtype, nbytes, x.device, split)
+        key: Any = (op, dim if reduce_op is None else reduce_op, x.dtype, nbytes, x.device, split)
         if self._guarded:
             key = (*key, undeclared)
         route = self._routes.get(key)
         if route is not None:
             return route
-        if reduce_op:
+        if reduce_op is not None:
             if reduce_op not in REDUCE_OPS:
                 raise ArgumentError(f"{op} op={reduce_op!r}: allowed is {', '.join(REDUCE_OPS)}")
             if x.dtype not in SUM_DTYPES:

@@ -43,6 +43,7 @@ class Control:
         self._ranks = ranks
         self._watch = watch
         self._votes = 0
+        self._settled: str | None = None  # the last vote that went through the store
         self._carrier = _carrier(ranks, watch)
 
     def vote(
@@ -75,7 +76,7 @@ class Control:
         """Every rank's text, by rank. Only after a vote that told every rank to come here."""
         if self._ranks.size == 1:
             return [text]
-        data = text.encode()
+        data = text.encode("utf-8", "surrogatepass")
         lengths = torch.zeros(self._ranks.size, dtype=torch.int64, device="cpu")
         self._carrier.all_gather_rows(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), lengths)
         longest = max(1, int(lengths.max()))
@@ -83,7 +84,8 @@ class Control:
         send[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
         received = torch.zeros((self._ranks.size, longest), dtype=torch.uint8, device="cpu")
         self._carrier.all_gather_rows(send, received)
-        return [bytes(received[r, : int(lengths[r])].tolist()).decode() for r in range(self._ranks.size)]
+        texts = [bytes(received[r, : int(lengths[r])].tolist()) for r in range(self._ranks.size)]
+        return [one.decode("utf-8", "surrogatepass") for one in texts]
 
     def answers(self, text: str) -> dict[int, str]:
         """What every rank said, for an error that all ranks are about to raise.
@@ -99,7 +101,7 @@ class Control:
         if not arbiter:
             self._carrier.all_reduce(mine, "min", mine)
             return mine.tolist()
-        key, last = f"vote/{self._votes}", f"vote/{self._votes - 1}"
+        key = f"vote/{self._votes}"
         failure: Exception | None = None
         proposal = "failed"
         try:
@@ -107,9 +109,10 @@ class Control:
             proposal = json.dumps(mine.tolist())
         except Exception as error:
             failure = error
-        # This vote's exchange is over here, so every rank has entered it and is done with the one before.
-        forget = last if self._ranks.rank == 0 and failure is None else None
+        # This vote's exchange is over here, so every rank has entered it and is done with those before.
+        forget = self._settled if self._ranks.rank == 0 and failure is None else None
         settled = self._watch.arbitrate(key, proposal, forget)
+        self._settled = key
         if settled == "failed":
             if failure is not None:
                 raise failure
@@ -133,7 +136,8 @@ def _call_text(call: dict[str, Any]) -> str:
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+    # Paths and variables of other encodings reach Python as lone surrogates: they must travel like any text.
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 2
 
 
 def _carrier(ranks: Ranks, watch: Watch) -> Transport:

@@ -11,7 +11,7 @@ from .agreement import Agreement
 from .communicator import Communicator
 from .control import Control
 from .errors import ArgumentError, TransportUnavailable
-from .establish import connect
+from .establish import connect, vote_step
 from .observed import DecisionLog, ObservedCommunicator
 from .ranks import Ranks
 from .routing import Route, RouteTable
@@ -31,13 +31,14 @@ def create(ranks: Ranks, names: Sequence[str], table: RouteTable | None, setting
     wanted = [name for name in dict.fromkeys(names) if name != base]
     if table is None:
         table = RouteTable(base, tuple(Route(op, None, name) for name in wanted for op in OPS))
-    reason = transport_class(base).probe(ranks)
     watch = Watch(ranks, settings)
     with ExitStack() as undo:
         # When this fails nobody holds a communicator that could stop the side channel.
         undo.callback(watch.close)
         control = Control(ranks, watch)
-        log = DecisionLog(settings.log_dir, watch.name, ranks.rank) if settings.log_dir else None
+        log, trouble = _decision_log(settings.log_dir, watch.name, ranks.rank)
+        if log is not None:
+            undo.callback(log.close)
         agreement = Agreement(watch, control, log.write if log else None)
         if log is not None:
             log.start()
@@ -45,8 +46,15 @@ def create(ranks: Ranks, names: Sequence[str], table: RouteTable | None, setting
             {"settings": settings.digest_fields(), "transports": wanted, "table": table.as_json(), "group": watch.name},
             label="create:settings",
         )
-        if not agreement.agree(reason is None, label="create:base"):
-            raise TransportUnavailable(base, reason or "another rank cannot use it")
+        # Once the ranks have said the same: all of them raise, or none.
+        if table.fallback != base:
+            raise ArgumentError(f"route table fallback={table.fallback!r}: allowed is {base}, which carries every call")
+        said = vote_step("create:log", lambda: trouble, watch, control, agreement)
+        if said:
+            raise ArgumentError("; ".join(said))
+        said = vote_step("create:base", lambda: transport_class(base).probe(ranks), watch, control, agreement)
+        if said:
+            raise TransportUnavailable(base, "; ".join(said))
         connected: dict[str, Transport] = {base: transport_class(base)(ranks, watch)}
         for name in wanted:
             transport = connect(name, partial(transport_class, name), ranks, watch, control, agreement)
@@ -60,3 +68,11 @@ def create(ranks: Ranks, names: Sequence[str], table: RouteTable | None, setting
         watch.started()
         undo.pop_all()
         return communicator
+
+
+def _decision_log(folder: str | None, group: str, rank: int) -> tuple[DecisionLog | None, str | None]:
+    """This rank's log, or why it has none though it was asked for: folders differ between ranks, so all are told."""
+    try:
+        return (DecisionLog(folder, group, rank) if folder else None), None
+    except ArgumentError as error:
+        return None, str(error)

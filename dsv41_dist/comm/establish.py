@@ -14,7 +14,7 @@ from .ranks import Ranks
 from .transports import Transport
 from .watch import Watch
 
-__all__ = ["connect"]
+__all__ = ["connect", "vote_step"]
 
 
 def connect(
@@ -44,8 +44,12 @@ def connect(
         if step == "attach":
             watch.enter(f"connect:{name}:exchange")
             everyone = control.gather_text(blobs[0])
-        reasons = _vote_step(f"connect:{name}:{step}", action, watch, control, agreement)
+        reasons = vote_step(f"connect:{name}:{step}", action, watch, control, agreement)
         if reasons:
+            if step == "attach":
+                # Nothing has run yet: memory that no rank has open any more can be freed without waiting for anybody.
+                made[0].detach()
+                agreement.agree(True, label=f"connect:{name}:detach")
             if made:
                 made[0].close()
             if ranks.rank == 0:
@@ -54,9 +58,12 @@ def connect(
     return made[0]
 
 
-def _vote_step(
+def vote_step(
     label: str, action: Callable[[], str | None], watch: Watch, control: Control, agreement: Agreement
 ) -> Sequence[str]:
+    """Run a local step on every rank and vote on it: who could not and why, the same on every rank; empty if all could.
+
+    `action` returns the reason, or None, or raises."""
     try:
         reason = action()
     except CommError as error:

@@ -42,6 +42,9 @@ class DecisionLog:
     def write(self, entry: dict[str, Any]) -> None:
         self._file.write(json.dumps({"t": round(time.time(), 6), "rank": self._rank, **entry}) + "\n")
 
+    def close(self) -> None:
+        self._file.close()
+
     def start(self) -> None:
         self.write({"op": "start", "label": "start", "seq": 0, "host": os.uname().nodename, "pid": os.getpid()})
 
@@ -96,9 +99,15 @@ class ObservedCommunicator(Communicator):
         self._meet("barrier", label, None)
         super().barrier(label=label)
 
+    def close(self) -> None:
+        super().close()
+        if self.log is not None:
+            self.log.close()
+
     def _meet(
         self, op: str, label: str, x: torch.Tensor | None, shape: Sequence[int] | None = None, **facts: str
     ) -> None:
+        self._watch.raise_if_closed()
         fields = dict(facts)
         if x is not None:
             fields["dtype"] = str(x.dtype).removeprefix("torch.")

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import ArgumentError, TransportUnavailable
+from .errors import ArgumentError, TransportError, TransportUnavailable
 from .layout import MAX_WORLD
 
-__all__ = ["HostIdentity", "Ranks", "backend_for", "host_identity"]
+__all__ = ["HostIdentity", "Ranks", "backend_for", "groups_joined", "host_identity", "join_groups"]
+
+_gloo_groups: dict[str, int] = {}  # how many of our own were made over the same members, for the store's keys
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Ranks:
         """The ranks of a torch process group (the default group when None).
 
         Collective over the group: agreement gets a gloo group of its own, so that a vote never meets a data call.
-        Raises ArgumentError when torch.distributed is not initialised.
+        Raises ArgumentError when torch.distributed is not initialised, TransportError naming a rank that does not come
+        within the default group's time-out.
         """
         if not dist.is_initialized():
             raise ArgumentError(
@@ -63,7 +66,7 @@ class Ranks:
         members = dist.get_process_group_ranks(data)
         control: Any = data
         if len(members) > 1:
-            control = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            control = _gloo_group(members)
         return cls(
             rank=dist.get_rank(data),
             size=len(members),
@@ -147,8 +150,7 @@ class Ranks:
             raise ArgumentError(f"without({missing}): rank {self.rank} is itself among the missing")
         members = dist.get_process_group_ranks(self.device_group)
         left = [member for index, member in enumerate(members) if index not in missing]
-        group: Any = dist.new_group(left, backend="gloo", use_local_synchronization=True)
-        return Ranks.from_torch(group, "cpu" if self.device.type == "cpu" else self.device)
+        return Ranks.from_torch(_gloo_group(left), "cpu" if self.device.type == "cpu" else self.device)
 
 
 def _device(device: torch.device | str | None, group: Any) -> torch.device:
@@ -164,6 +166,44 @@ def backend_for(group: Any, kind: str) -> str:
     `init_process_group()` without a backend makes "cpu:gloo,cuda:nccl"."""
     served = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(","))
     return served.get(kind, "none")
+
+
+def groups_joined() -> int:
+    """In how many torch groups this process is."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return len(c10d._world.pg_names)  # pyright: ignore[reportPrivateUsage]
+
+
+def join_groups(count: int) -> None:
+    """Make gloo groups of this rank alone until it is in `count` groups.
+
+    torch names a group that only its members make after them and after the number of groups this rank is in. Ranks in
+    different numbers of groups would wait for each other under different names.
+    """
+    for _ in range(count - groups_joined()):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+def _gloo_group(members: list[int]) -> Any:
+    """A gloo group of its own, made by its members alone."""
+    name, me = _group_name(members), dist.get_rank()
+    store = _side_store(members)
+    if store is None:
+        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    number = _gloo_groups[name] = _gloo_groups.get(name, 0) + 1
+    store.set(f"groups/{number}/{me}", str(groups_joined()))
+    most = 0
+    for member in members:
+        try:
+            most = max(most, int(store.get(f"groups/{number}/{member}")))
+        except RuntimeError as error:
+            raise TransportError(
+                f"a group of the ranks {members}: rank {member} did not come ({str(error).splitlines()[0]}): every one "
+                "of them must call this, in the same order"
+            ) from None
+    join_groups(most)
+    return dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
 
 def _side_store(members: list[int]) -> dist.Store | None:

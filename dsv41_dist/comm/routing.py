@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import ArgumentError
-from .transports.base import OPS
+from .transports import OPS, TRANSPORTS
 
 __all__ = ["Route", "RouteTable"]
 
@@ -38,6 +38,9 @@ class RouteTable:
         for route in self.routes:
             if route.op not in OPS:
                 raise ArgumentError(f"route op={route.op!r}: allowed is {', '.join(OPS)}")
+        for name in (self.fallback, *(route.transport for route in self.routes)):
+            if name not in TRANSPORTS:
+                raise ArgumentError(f"route over {name!r}: allowed is {', '.join(TRANSPORTS)}")
 
     def candidates(self, op: str, nbytes: int) -> list[str]:
         """The transports for a call, best first, the fallback last."""
@@ -46,7 +49,9 @@ class RouteTable:
         return [*(r.transport for r in fitting), self.fallback]
 
     def restricted(self, transports: Sequence[str]) -> RouteTable:
-        """The same table without the routes over transports that are not connected."""
+        """The same table without the routes over transports that are not connected. The fallback must be connected."""
+        if self.fallback not in transports:
+            raise ArgumentError(f"route table fallback={self.fallback!r}: allowed is {', '.join(transports)}")
         return RouteTable(self.fallback, tuple(r for r in self.routes if r.transport in transports))
 
     def as_json(self) -> dict[str, Any]:

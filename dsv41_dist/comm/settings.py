@@ -27,13 +27,23 @@ class CommSettings:
         """Read DSV41_COMM_INIT_TIMEOUT_S, DSV41_COMM_TIMEOUT_S, DSV41_COMM_HEARTBEAT_S, DSV41_COMM_CHECK,
         DSV41_COMM_LOG.
 
-        Raises SettingsError, naming the variable, the value and what is allowed. An empty value is the default.
+        Raises SettingsError, naming the variable, the value and what is allowed. An empty value is the default; the
+        heartbeat's is a quarter of a shorter bound than one second.
         """
         env = os.environ if env is None else env
+        start = _seconds(env, "DSV41_COMM_INIT_TIMEOUT_S", cls.init_timeout_s, 0.1, 86400.0)
+        steady = _seconds(env, "DSV41_COMM_TIMEOUT_S", cls.timeout_s, 0.1, 86400.0)
+        most = min(start, steady) / 4
+        beat = _seconds(env, "DSV41_COMM_HEARTBEAT_S", min(cls.heartbeat_s, most), 0.05, 60.0)
+        if beat > most:
+            raise SettingsError(
+                f"DSV41_COMM_HEARTBEAT_S={beat:g}: allowed is a quarter of the shorter of DSV41_COMM_TIMEOUT_S="
+                f"{steady:g} and DSV41_COMM_INIT_TIMEOUT_S={start:g} at most: beats name a missing rank"
+            )
         return cls(
-            init_timeout_s=_seconds(env, "DSV41_COMM_INIT_TIMEOUT_S", cls.init_timeout_s, 0.1, 86400.0),
-            timeout_s=_seconds(env, "DSV41_COMM_TIMEOUT_S", cls.timeout_s, 0.1, 86400.0),
-            heartbeat_s=_seconds(env, "DSV41_COMM_HEARTBEAT_S", cls.heartbeat_s, 0.05, 60.0),
+            init_timeout_s=start,
+            timeout_s=steady,
+            heartbeat_s=beat,
             check=_flag(env, "DSV41_COMM_CHECK"),
             log_dir=env.get("DSV41_COMM_LOG", "").strip() or None,
         )

@@ -66,15 +66,23 @@ class Watch:
             try:
                 work.wait(self._slice)
                 return
-            except RuntimeError as error:
+            except RuntimeError:
                 if work.is_completed():
-                    self._pending.append((work, buffers))
-                    self._fail(f"the backend says: {_first_line(error)}")
+                    self._completed(work, buffers)
+                    return
             now = time.monotonic()
             deadline = now - self.settings.heartbeat_s + self.bound_s if deadline is None else deadline
             if self._verdict_is_in() or now >= deadline:
                 self._pending.append((work, buffers))
                 self._fail(f"no answer within {self.bound_s:g} s")
+
+    def _completed(self, work: _Work, buffers: Any) -> None:
+        # It may have ended well just as the slice did, so the error of that wait says nothing: ask again.
+        try:
+            work.wait(self._slice)
+        except RuntimeError as error:
+            self._pending.append((work, buffers))
+            self._fail(f"the backend says: {_first_line(error)}")
 
     def wait_until(self, done: Callable[[], bool], buffers: Any = None) -> None:
         """Poll `done` (an MPI request, a CUDA event) with the same bound: hot at first, then yielding the core."""
@@ -133,7 +141,9 @@ class Watch:
         return self._closed_by is not None or self._verdict_is_in()
 
     def close(self) -> None:
-        """Stop the side channel. Never raises."""
+        """Stop the side channel; whoever calls afterwards is told. Never raises."""
+        if self._closed_by is None:
+            self._closed_by = lambda: TransportError("the communicator was closed on this rank by close()")
         if self._beacon is not None:
             self._beacon.stop()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+from contextlib import suppress
 from importlib import import_module
 from importlib.resources import files
 from typing import Any
@@ -154,15 +155,19 @@ class CudaDevice:
         """Wait for this device. Bounded, because the kernels' waits are."""
         torch.cuda.synchronize(self.index)
 
+    def unmap(self) -> None:
+        """Let go of the others' arenas. Never raises: a context that is gone holds nothing."""
+        with self._cupy.cuda.Device(self.index), suppress(Exception):
+            while self._opened:
+                self._runtime.ipcCloseMemHandle(self._opened.pop())
+
     def close(self, *, free: bool) -> None:
         """Unmap the others' arenas. The own one is freed when nobody can be using it, else by the process's end."""
-        with self._cupy.cuda.Device(self.index):
-            for address in self._opened:
-                self._runtime.ipcCloseMemHandle(address)
-            self._opened.clear()
-            if self._arena and free:
+        self.unmap()
+        if self._arena and free:
+            with self._cupy.cuda.Device(self.index):
                 self._runtime.free(self._arena)
-            self._arena = 0
+        self._arena = 0
 
 
 def _kernel_names() -> list[str]:

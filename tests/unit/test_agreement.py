@@ -104,6 +104,13 @@ def test_settings_defaults_and_values():
     assert "log_dir" not in settings.digest_fields()
 
 
+def test_the_heartbeat_fits_the_bounds():
+    assert CommSettings.from_env({"DSV41_COMM_TIMEOUT_S": "0.4"}).heartbeat_s == 0.1
+    for bound in ("DSV41_COMM_TIMEOUT_S", "DSV41_COMM_INIT_TIMEOUT_S"):
+        with pytest.raises(SettingsError, match=f"DSV41_COMM_HEARTBEAT_S=6: allowed .*{bound}=1 "):
+            CommSettings.from_env({bound: "1", "DSV41_COMM_HEARTBEAT_S": "6"})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -129,12 +136,13 @@ def test_equal_answers_are_folded():
 
 
 def test_routes_by_size_with_the_fallback_last():
-    table = RouteTable("process_group", (Route("all_reduce", None, "b"), Route("all_reduce", 1024, "a")))
-    assert table.candidates("all_reduce", 1024) == ["a", "b", "process_group"]
-    assert table.candidates("all_reduce", 1025) == ["b", "process_group"]
+    table = RouteTable("process_group", (Route("all_reduce", None, "roce"), Route("all_reduce", 1024, "peer")))
+    assert table.candidates("all_reduce", 1024) == ["peer", "roce", "process_group"]
+    assert table.candidates("all_reduce", 1025) == ["roce", "process_group"]
     assert table.candidates("broadcast", 1) == ["process_group"]
-    assert table.restricted(["a"]).candidates("all_reduce", 1) == ["a", "process_group"]
-    assert table.digest() != table.restricted(["a"]).digest()
+    some = table.restricted(["process_group", "peer"])
+    assert some.candidates("all_reduce", 1) == ["peer", "process_group"]
+    assert table.digest() != some.digest()
     with pytest.raises(ArgumentError, match="all_swim"):
         RouteTable("x", (Route("all_swim", 1, "a"),))
 

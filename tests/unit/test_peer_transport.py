@@ -45,6 +45,8 @@ def test_one_rank_failing_takes_all_back_together(fault, words):
         assert result["transports"] == ["process_group"]
         assert result["total"] == [3.0, 3.0, 3.0]
         assert len(result["warnings"]) == (rank == 0)
+        assert result["freed"] == [True]
+        assert result["took"] < 1.0
     assert f"rank 1: {'MemoryError' if fault == 'allocate' else 'OSError'}" in results[0]["warnings"][0]
     assert words in results[0]["warnings"][0]
 

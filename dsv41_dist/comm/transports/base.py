@@ -81,6 +81,11 @@ class Transport(ABC):
     def attach(self, blobs: Sequence[bytes]) -> None:
         """Open what the other ranks allocated (`blobs` by rank). May raise: the error is voted on."""
 
+    def detach(self) -> None:
+        """Let go of what `attach` opened, because some rank could not attach; `close` follows once all have. Never
+        raises.
+        """
+
     def prepare(self, calls: Sequence[Call]) -> None:
         """Compile and allocate for these calls, before any capture. Collective: all ranks pass equal calls."""
 

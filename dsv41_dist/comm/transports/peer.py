@@ -117,6 +117,10 @@ class PeerTransport(Transport):
         self.lines = one_gpu or all(facts["lines"] for facts in everyone)
         self._group = kernels.Group(self.ranks.rank, arenas, self.layout, self._device)
 
+    def detach(self) -> None:
+        self._opened.clear()
+        self._device.unmap()
+
     def takes(self, call: Call, nbytes: int) -> bool:
         if call.op in _SUMS and (call.reduce_op != "sum" or call.dtype not in kernels.SUM_NAMES):
             return False

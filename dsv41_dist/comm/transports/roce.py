@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from ..errors import TransportError, TransportUnavailable
 from ..layout import MAX_WORLD
-from ..ranks import Ranks
+from ..ranks import Ranks, groups_joined, join_groups
 from ..roce_env import HostFacts, RoceSettings, cross_check, read_host
 from ..watch import Watch
 from . import _roce_runtime
@@ -92,6 +92,7 @@ class RoceTransport(Transport):
             "facts": self.facts.as_json(),
             "DSV41_ROCE_MAX_MIB": self.settings.max_mib,
             "b12x": [self._library.version, self._library.source, self._library.bound],
+            "groups": groups_joined(),
         }
         return json.dumps(said).encode()
 
@@ -106,9 +107,9 @@ class RoceTransport(Transport):
             raise TransportUnavailable("roce", "; ".join(wrong))
         members = dist.get_process_group_ranks(self.ranks.cpu_group)
         bound = timedelta(seconds=0.8 * self.watch.bound_s)
-        # torch names a group after its members and how many groups there are: one that is kept, of this rank alone,
-        # gives the next attempt another name than this one's, whose addresses are still in the store.
-        dist.new_group([members[self.ranks.rank]], backend="gloo", use_local_synchronization=True)
+        # One more than anybody has: the next attempt gets another name than this one's, whose addresses stay in the
+        # store.
+        join_groups(max(int(said["groups"]) for said in everyone) + 1)
         # A group of its own: a rank that fails in here takes its end down, and the others' exchange fails at once.
         group: Any = dist.new_group(members, backend="gloo", timeout=bound, use_local_synchronization=True)
         try:

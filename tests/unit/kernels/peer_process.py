@@ -25,7 +25,11 @@ class ProcessDevice:
     #: whether all links carry whole lines, as NVLink does and PCIe does not
     lines: ClassVar[bool] = True
 
+    #: every device of this process
+    made: ClassVar[list[ProcessDevice]] = []
+
     def __init__(self, device: torch.device, world: int) -> None:
+        self.made.append(self)
         self._library = library(world)
         self.threads = 512  # so plans have few blocks: a fiber costs more than a CUDA thread
         self._record = zeros(64)
@@ -88,7 +92,11 @@ class ProcessDevice:
     def synchronize(self) -> None:
         """Nothing is ever under way."""
 
+    def unmap(self) -> None:
+        del self._maps[1:]
+
     def close(self, *, free: bool) -> None:
+        self.unmap()
         self.freed = free
         if self._path:
             os.unlink(self._path)
