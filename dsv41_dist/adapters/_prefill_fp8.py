@@ -201,10 +201,8 @@ class Fp8Gathers:
             self.check.run(key, outputs, from_fp8, full)
         if not self.check.verdict(key) and site.layer not in self._named:
             self._named.add(site.layer)  # the sizes after it are counted
-            reason = self.check.reasons[key]
-            seen = {} if reason.startswith("another rank") else {"": reason}
-            named = exchanged(self.comm, seen, "prefill_sp:fp8:why")[""]
-            self._state.notes.append(f"layer {key[0]} attention at {key[1]} rows: gathered in bf16, {named}")
+            why = self.check.reasons[key]
+            self._state.notes.append(f"layer {key[0]} attention at {key[1]} rows: gathered in bf16, {why}")
         return full, None
 
     def _agreed(self, sites: dict[int, _Site]) -> dict[int, _Site]:

@@ -149,7 +149,7 @@ class RowsOverRanks:
         if self._check.verdict(key):
             self.state.notes.append(f"{key[0]} from {1 << key[1] - 1} rows: {split.sizes} rows a rank, as stock")
         else:
-            self.state.notes.append(f"{key[0]} from {1 << key[1] - 1} rows: stock, {self._check.reasons.get(key)}")
+            self.state.notes.append(f"{key[0]} from {1 << key[1] - 1} rows: stock, {self._check.reasons[key]}")
         return tuple(wanted)
 
     def _as_equal_as_stock(self, wanted: Sequence[torch.Tensor], got: Selection, compute: Compute) -> bool:

@@ -173,11 +173,8 @@ class Prefill:
         key = (self._engrams[id(module)], rows)
         out = self._wkv.run(key, whole, shard, table_rows)
         if not self._wkv.verdict(key):
-            reason = self._wkv.reasons[key]
-            mine = {} if reason.startswith("another rank") else {"reason": reason}
-            everyone = self.comm.agreement.gather(mine, label="prefill_sp:wkv:why")
-            named = "; ".join(f"rank {rank}: {one['reason']}" for rank, one in enumerate(everyone) if one)
-            self._state.notes.append(f"layer {key[0]} engram.wkv at {rows} rows: whole on every rank, {named}")
+            why = self._wkv.reasons[key]
+            self._state.notes.append(f"layer {key[0]} engram.wkv at {rows} rows: whole on every rank, {why}")
         return out
 
     def _say(self) -> None:

@@ -70,12 +70,8 @@ class Checks:
             return True
         if (what, layer) not in self._said:
             self._said.add((what, layer))
-            reason = check.reasons.get((layer, key), "")
-            seen = {} if reason.startswith("another rank") else {"reason": reason}
-            everyone = self.comm.agreement.gather(seen, label=f"replicated_split:{what}:why")
-            named = [f"rank {rank}: {one['reason']}" for rank, one in enumerate(everyone) if one]
             kept = "padded gather" if what == "compact" else "stock"
-            self.state.notes.append(f"{layer} at {key}: {kept}, {'; '.join(named)}")
+            self.state.notes.append(f"{layer} at {key}: {kept}, {check.reasons[layer, key]}")
         return False
 
     def prepare(self, op: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, split: Split | None) -> None:

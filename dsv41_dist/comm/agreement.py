@@ -102,6 +102,7 @@ class SelfCheck:
     At the first eager call of a key both paths run on the same inputs, outputs are compared byte for byte (NaN payloads
     too), ranks agree with MIN, and the verdict is locked: all ranks use the fast path for that key, or none. While a
     key is undecided inside a graph capture, stock is used. Keys and their order must be the same on every rank.
+    `reasons` says of each key that failed which ranks saw what, in the same words on every rank.
     """
 
     def __init__(self, agreement: Agreement, name: str) -> None:
@@ -154,7 +155,8 @@ class SelfCheck:
         agreed = self._agreement.agree(difference is None, label=f"self_check:{self._name}:{key}")
         self._verdicts[key] = agreed
         if not agreed:
-            self.reasons[key] = difference if difference is not None else "another rank saw a difference"
+            everyone = self._agreement.gather(difference or "", label=f"self_check:{self._name}:why")
+            self.reasons[key] = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(everyone) if why)
         if failure is not None:
             raise failure
         return expected
