@@ -150,8 +150,8 @@ class Hook:
         refuse_again()
         name = module.__name__
         try:
-            release, changed = self._install_all(module)
-            result = rebind(changed)
+            changed = self._install_all(module)
+            result = rebind((original, new) for original, new, _ in changed)
         except Exception as error:
             _forget(name)
             refuse(f"installing into {name} failed: {type(error).__name__}: {error}", _DRIFT_ADVICE)
@@ -162,15 +162,17 @@ class Hook:
             _forget(name)
             todo = "Arm earlier (PYTHONPATH door), or unset the adapter's gate on every rank."
             refuse(f"copies of patched functions of {name} cannot be replaced: {', '.join(result.stuck)}", todo)
-        for patcher, state in self._patchers:
-            if any(t.patched and t.module == name and t.is_for(release) for t in patcher.targets):
-                state.rebound += result.replaced
+        for (_, _, states), copies in zip(changed, result.replaced, strict=True):
+            for state in states:
+                state.rebound += copies
         self._installed[name] = module
 
-    def _install_all(self, module: types.ModuleType) -> tuple[str, list[tuple[Any, Any]]]:
+    def _install_all(self, module: types.ModuleType) -> list[tuple[Any, Any, list[AdapterState]]]:
+        """What was patched: the original, the outermost wrapper, and whose wrappers they are."""
         tree = tree_of(module)
         first: dict[str, Any] = {}
         last: dict[str, Any] = {}
+        whose: dict[str, list[AdapterState]] = {}
         expected: list[tuple[Target, Any]] = []
         for patcher, state in self._patchers:
             here = [t for t in patcher.targets if t.module == module.__name__]
@@ -191,11 +193,12 @@ class Hook:
             for qualname, (original, new) in patch.done.items():
                 first.setdefault(qualname, original)
                 last[qualname] = new
+                whose.setdefault(qualname, []).append(state)
                 target = next(t for t in here if t.qualname == qualname)
                 state.patched[target.key] = state.patched.get(target.key, 0) + 1
                 expected.append((target, new))
         self._expected[module.__name__] = expected
-        return tree.release, [(first[qualname], last[qualname]) for qualname in first]
+        return [(first[qualname], last[qualname], whose[qualname]) for qualname in first]
 
 
 class _Loader:

@@ -1,123 +1,138 @@
 """Copies of a function that `from x import f` left behind, found by identity and replaced. Torch-free.
 
-Looked at: globals of every imported module, attributes of the classes they define, and what lists, sets and
-dictionaries among those hold directly. A copy in a tuple, a frozenset, a property or a functools.partial cannot be
-replaced in place and is reported as stuck. Copies in closures, default arguments and instances cannot be seen.
+Looked at: globals of every imported module, attributes of the classes they define (nested ones too), and what
+containers among those hold directly. In lists, sets and dictionaries copies are replaced. A copy in a tuple, a
+frozenset, a deque, a mapping proxy, a subclass of list, set or dict, a property or a functools.partial is reported as
+stuck. Copies in closures, default arguments, instances and containers inside containers cannot be seen.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import types
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 __all__ = ["Rebound", "rebind"]
 
 _OWN = __name__.partition(".")[0]
-_DICTS = (dict, OrderedDict, defaultdict)
-_SEQUENCES = {list, set, frozenset}
-_WRAPPERS = {functools.partial, property, staticmethod, classmethod}
-_Lookup = Callable[[Any], Any]  # the replacement of a stale object, or None
+_Parts = tuple[Callable[[Any], Iterable[Any]], ...]
+
+
+def _behind(proxy: Any) -> Iterable[Any]:
+    (mapping,) = gc.get_referents(proxy)
+    return dict.values(mapping) if issubclass(type(mapping), dict) else ()
+
+
+# What a value of a kind holds. The base class's own methods are used: those of lazy containers load what they name.
+_EXACT: dict[type, _Parts] = {
+    functools.partial: (lambda value: (value.func,),),
+    property: (lambda value: (value.fget, value.fset, value.fdel),),
+    staticmethod: (lambda value: (value.__func__,),),
+    classmethod: (lambda value: (value.__func__,),),
+    types.MappingProxyType: (_behind,),
+}
+_BASES: dict[type, _Parts] = {
+    dict: (dict.values, dict.keys),
+    **{kind: (kind.__iter__,) for kind in (list, tuple, set, frozenset, deque)},
+}
 
 
 class Rebound(NamedTuple):
-    """How many copies were replaced, and where copies sit that could not be."""
+    """How many copies were replaced, for each pair, and where copies sit that could not be."""
 
-    replaced: int
+    replaced: tuple[int, ...]
     stuck: tuple[str, ...]
+
+
+class _Pair:
+    def __init__(self, old: Any, new: Any) -> None:
+        self.old, self.new, self.copies = old, new, 0
+
+    def place(self) -> Any:
+        self.copies += 1
+        return self.new
+
+
+_Lookup = Callable[[Any], "_Pair | None"]  # the pair of a stale object
 
 
 def rebind(pairs: Iterable[tuple[Any, Any]]) -> Rebound:
     """Replace every visible copy of each `old` by its `new`. Modules of this package are left alone: they keep the
     originals on purpose."""
-    table = {id(old): (old, new) for old, new in pairs}
+    each = [_Pair(old, new) for old, new in pairs]
+    table = {id(pair.old): pair for pair in each}
     ids = frozenset(table)
+    known: dict[type, _Parts] = {}
+    seen: set[int] = set()
+    stuck = list[str]()
 
-    def interesting(value: Any, kind: type) -> bool:
-        # Millions of values pass here and almost none is a copy: containers are asked at C speed.
-        if id(value) in ids or kind in _WRAPPERS:
-            return True
-        if kind in _DICTS:
-            return not (ids.isdisjoint(map(id, value.values())) and ids.isdisjoint(map(id, value)))
-        return (kind in _SEQUENCES or issubclass(kind, tuple)) and not ids.isdisjoint(map(id, value))
+    def lookup(value: Any) -> _Pair | None:
+        return table.get(id(value))
 
-    def lookup(value: Any) -> Any:
-        found = table.get(id(value))
-        return found[1] if found is not None else None
-
-    count, stuck = 0, list[str]()
     modules: list[tuple[str, Any]] = list(sys.modules.items())  # some put other objects in there
     for name, module in modules:
         if not issubclass(type(module), types.ModuleType) or name.partition(".")[0] == _OWN:
             continue
-        for attribute, value in list(vars(module).items()):
-            # The kind is asked of type(), never of the object: lazy objects run code on __class__.
-            kind = type(value)
-            if interesting(value, kind):
-                count += _one(module, attribute, value, f"{name}.{attribute}", lookup, stuck)
-            elif issubclass(kind, type) and vars(value).get("__module__") == name:
-                for inner, raw in list(vars(value).items()):
-                    if interesting(raw, type(raw)):
-                        count += _one(value, inner, raw, f"{name}.{attribute}.{inner}", lookup, stuck)
-    return Rebound(count, tuple(stuck))
+        owners: list[tuple[str, Any]] = [(name, module)]
+        for where, owner in owners:  # grows: classes of the module come after it
+            for attribute, value in list(vars(owner).items()):
+                # The kind is asked of type(), never of the object: lazy objects run code on __class__.
+                kind = type(value)
+                parts = known.get(kind)
+                if parts is None:
+                    parts = known[kind] = _parts(kind)
+                # Millions of values pass here and almost none is a copy: containers are asked at C speed.
+                hit = id(value) in ids
+                for part in parts:
+                    hit = hit or not ids.isdisjoint(map(id, part(value)))
+                if hit:
+                    _one(owner, attribute, value, f"{where}.{attribute}", lookup, stuck)
+                elif issubclass(kind, type) and id(value) not in seen and vars(value).get("__module__") == name:
+                    seen.add(id(value))
+                    owners.append((f"{where}.{attribute}", value))
+    return Rebound(tuple(pair.copies for pair in each), tuple(stuck))
 
 
-def _one(owner: Any, attribute: str, value: Any, where: str, lookup: _Lookup, stuck: list[str]) -> int:
+def _parts(kind: type) -> _Parts:
+    bases = (parts for base, parts in _BASES.items() if issubclass(kind, base))
+    return _EXACT.get(kind) or next(bases, ())
+
+
+def _one(owner: Any, attribute: str, value: Any, where: str, lookup: _Lookup, stuck: list[str]) -> None:
+    """`value` is a copy or holds one."""
     kind = type(value)
-    new = lookup(value)
-    if new is None and kind in (staticmethod, classmethod):
-        inner = lookup(value.__func__)
-        new = None if inner is None else kind(inner)
-    if new is not None:
+    pair = lookup(value)
+    method = pair is None and kind in (staticmethod, classmethod)
+    if method:
+        pair = lookup(value.__func__)
+    if pair is not None:
         try:
-            setattr(owner, attribute, new)
+            setattr(owner, attribute, kind(pair.new) if method else pair.new)
         except (AttributeError, TypeError):
             stuck.append(where)
-            return 0
-        return 1
-    if kind is functools.partial:
-        parts = [value.func]
-    elif kind is property:
-        parts = [value.fget, value.fset, value.fdel]
-    elif kind in _DICTS:
-        return _dict(value, lookup)
+        else:
+            pair.copies += 1
+    elif kind in (dict, OrderedDict, defaultdict):
+        _dict(value, lookup)
     elif kind is list:
-        return _list(value, lookup)
+        value[:] = [item if (pair := lookup(item)) is None else pair.place() for item in value]
     elif kind is set:
-        return _set(value, lookup)
+        for pair in [pair for item in value if (pair := lookup(item)) is not None]:
+            value.discard(pair.old)
+            value.add(pair.place())
     else:
-        parts = value if issubclass(kind, (tuple, frozenset)) else []
-    if any(lookup(part) is not None for part in parts):
         stuck.append(f"{where} ({kind.__name__})")
-    return 0
 
 
-def _list(values: list[Any], lookup: _Lookup) -> int:
-    hits = [(index, new) for index, item in enumerate(values) if (new := lookup(item)) is not None]
-    for index, new in hits:
-        values[index] = new
-    return len(hits)
-
-
-def _set(values: set[Any], lookup: _Lookup) -> int:
-    hits = [(item, new) for item in values if (new := lookup(item)) is not None]
-    for item, new in hits:
-        values.discard(item)
-        values.add(new)
-    return len(hits)
-
-
-def _dict(values: dict[Any, Any], lookup: _Lookup) -> int:
-    items = list(values.items())
-    hits = [(key, new) for key, item in items if (new := lookup(item)) is not None]
-    for key, new in hits:
-        values[key] = new
-    keys = [key for key, _ in items if lookup(key) is not None]
-    if keys:  # rebuilt, so that the order of a dispatch table stays
-        items = [(lookup(key) or key, values[key]) for key, _ in items]
+def _dict(values: dict[Any, Any], lookup: _Lookup) -> None:
+    for key, item in list(values.items()):
+        if (pair := lookup(item)) is not None:
+            values[key] = pair.place()
+    if any(lookup(key) is not None for key in values):  # rebuilt, so that the order of a dispatch table stays
+        items = [(key if (pair := lookup(key)) is None else pair.place(), item) for key, item in values.items()]
         values.clear()
         values.update(items)
-    return len(hits) + len(keys)

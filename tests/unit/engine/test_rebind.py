@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_globals_classes_and_containers(module, pair):
     module.default = defaultdict(int, a=first)
     result = rebind([pair])
     assert result.stuck == ()
-    assert result.replaced == 11
+    assert result.replaced == (11,)
     assert module.copy is Owner.method is Owner.static is second
     assert Owner.__dict__["klass"].__func__ is second
     assert Owner.table == {"a": second}
@@ -59,7 +59,7 @@ def test_globals_classes_and_containers(module, pair):
     assert module.table == {"a": second, "b": 2}
     assert list(module.keyed) == ["x", second, "y"]
     assert module.default["a"] is second
-    assert rebind([pair]) == (0, ())
+    assert rebind([pair]) == ((0,), ())
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,46 @@ def test_globals_classes_and_containers(module, pair):
         lambda f: functools.partial(f, 1),
         lambda f: property(f),
         lambda f: namedtuple("Pair", "a b")(f, 1),
+        lambda f: deque([f]),
+        lambda f: types.MappingProxyType({"a": f}),
+        lambda f: type("Sub", (dict,), {})(a=f),
+        lambda f: type("Sub", (OrderedDict,), {})({f: 1}),
+        lambda f: type("Sub", (list,), {})([f]),
+        lambda f: type("Sub", (set,), {})([f]),
     ],
 )
 def test_what_cannot_be_replaced_is_named(module, pair, hide):
     module.hidden = hide(pair[0])
     result = rebind([pair])
-    assert result.replaced == 0
+    assert result.replaced == (0,)
     assert len(result.stuck) == 1
     assert result.stuck[0].startswith("toy_rebind_module.hidden (")
+
+
+def test_nested_classes(module, pair):
+    class Owner:
+        class Inner:
+            method = pair[0]
+
+            class Innermost:
+                static = staticmethod(pair[0])
+                hidden = (pair[0],)
+
+    Owner.Inner.up = Owner  # a circle
+    for made in (Owner, Owner.Inner, Owner.Inner.Innermost):
+        made.__module__ = module.__name__
+    module.Owner = module.Again = Owner
+    result = rebind([pair])
+    assert Owner.Inner.method is Owner.Inner.Innermost.static is pair[1]
+    assert result == ((2,), ("toy_rebind_module.Owner.Inner.Innermost.hidden (tuple)",))
+
+
+def test_copies_are_counted_for_each_function(module, pair):
+    def other():
+        pass
+
+    module.a, module.b = pair[0], [other, pair[0], other]
+    assert rebind([pair, (other, other), (object(), None)]).replaced == (2, 2, 0)
 
 
 def test_a_class_that_cannot_be_written_is_stuck(module, pair):
@@ -99,7 +131,7 @@ def test_equal_is_not_identical(module, pair):
 
     module.values = [Same(), 1.0, "x"]
     module.keyed = {Same(): Same()}
-    assert rebind([pair]) == (0, ())
+    assert rebind([pair]) == ((0,), ())
 
 
 def test_lazy_objects_are_not_touched(module, pair):
@@ -111,8 +143,23 @@ def test_lazy_objects_are_not_touched(module, pair):
         def __getattr__(self, name):
             raise AssertionError(name)
 
-    module.lazy = Lazy()
-    assert rebind([pair]) == (0, ())
+    class LazyDict(dict):
+        def values(self):
+            raise AssertionError("asked for its values")
+
+        __iter__ = keys = items = values
+
+    class LazyMapping(UserDict):
+        def __iter__(self):
+            raise AssertionError("asked for its keys")
+
+    class LazyList(list):
+        def __iter__(self):
+            raise AssertionError("asked for its items")
+
+    module.lazy, module.table, module.row = Lazy(), LazyDict(a=1), LazyList([1])
+    module.proxy, module.user = types.MappingProxyType(LazyDict(a=1)), types.MappingProxyType(LazyMapping())
+    assert rebind([pair]) == ((0,), ())
 
 
 def test_our_own_modules_keep_the_originals(pair):
@@ -120,7 +167,7 @@ def test_our_own_modules_keep_the_originals(pair):
 
     own.kept = pair[0]
     try:
-        assert rebind([pair]) == (0, ())
+        assert rebind([pair]) == ((0,), ())
         assert own.kept is pair[0]
     finally:
         del own.kept
