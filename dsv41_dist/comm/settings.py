@@ -14,13 +14,22 @@ __all__ = ["CommSettings"]
 
 @dataclass(frozen=True)
 class CommSettings:
-    """Bounds in seconds; `check` is checked mode; `log_dir` receives one decision log per rank when set."""
+    """Bounds in seconds, `heartbeat_s` a quarter of either at most; `check` is checked mode; `log_dir` receives one
+    decision log per rank when set."""
 
     init_timeout_s: float = 300.0
     timeout_s: float = 100.0
     heartbeat_s: float = 0.25
     check: bool = False
     log_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.heartbeat_s > min(self.timeout_s, self.init_timeout_s) / 4:
+            raise SettingsError(
+                f"DSV41_COMM_HEARTBEAT_S={self.heartbeat_s:g}: allowed is a quarter of the shorter of "
+                f"DSV41_COMM_TIMEOUT_S={self.timeout_s:g} and DSV41_COMM_INIT_TIMEOUT_S={self.init_timeout_s:g} at "
+                "most: a missing rank is named by its beats"
+            )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> CommSettings:
@@ -33,17 +42,11 @@ class CommSettings:
         env = os.environ if env is None else env
         start = _seconds(env, "DSV41_COMM_INIT_TIMEOUT_S", cls.init_timeout_s, 0.1, 86400.0)
         steady = _seconds(env, "DSV41_COMM_TIMEOUT_S", cls.timeout_s, 0.1, 86400.0)
-        most = min(start, steady) / 4
-        beat = _seconds(env, "DSV41_COMM_HEARTBEAT_S", min(cls.heartbeat_s, most), 0.05, 60.0)
-        if beat > most:
-            raise SettingsError(
-                f"DSV41_COMM_HEARTBEAT_S={beat:g}: allowed is a quarter of the shorter of DSV41_COMM_TIMEOUT_S="
-                f"{steady:g} and DSV41_COMM_INIT_TIMEOUT_S={start:g} at most: beats name a missing rank"
-            )
+        beat = min(cls.heartbeat_s, start / 4, steady / 4)
         return cls(
             init_timeout_s=start,
             timeout_s=steady,
-            heartbeat_s=beat,
+            heartbeat_s=_seconds(env, "DSV41_COMM_HEARTBEAT_S", beat, 0.05, 60.0),
             check=_flag(env, "DSV41_COMM_CHECK"),
             log_dir=env.get("DSV41_COMM_LOG", "").strip() or None,
         )

@@ -204,7 +204,8 @@ def test_comm_reads_its_own_variables_with_the_same_defaults_and_bounds():
         assert gates[f"DSV41_COMM_{tail}"] == value
         kind = next(g.kind for g in GATES if g.name == f"DSV41_COMM_{tail}")
         for text in (str(kind.low), str(kind.high), str(kind.low / 2), str(kind.high * 2), "x", "nan"):
-            env = {f"DSV41_COMM_{tail}": text}
+            # A heartbeat also has to fit both bounds, which is a test of its own.
+            env = {"DSV41_COMM_TIMEOUT_S": "86400", "DSV41_COMM_INIT_TIMEOUT_S": "86400", f"DSV41_COMM_{tail}": text}
             try:
                 Gates.from_env(env)
             except GateError:
