@@ -63,7 +63,8 @@ def form(tp_group: Any, timeout_s: float) -> Group:
     the refusal of all others."""
     from ..comm import CommError, CommSettings, Communicator, Ranks
 
-    settings = CommSettings(init_timeout_s=timeout_s, timeout_s=timeout_s)
+    beat = min(CommSettings.heartbeat_s, timeout_s / 4)
+    settings = CommSettings(init_timeout_s=timeout_s, timeout_s=timeout_s, heartbeat_s=beat)
     try:
         ranks = Ranks.from_object(tp_group)
         group = Group(Communicator.create(ranks, settings=settings), ranks.rank, ranks.size)
