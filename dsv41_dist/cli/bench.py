@@ -18,7 +18,7 @@ from .ops import DTYPES, OPERATIONS, Case, check_case
 from .routes import RoutesPlan
 from .session import Place, choose_device, choose_place, choose_transport
 
-__all__ = ["BenchPlan", "check_files", "integer", "parse_size", "plan_bench"]
+__all__ = ["BenchPlan", "check_files", "flipped_rank", "integer", "parse_size", "plan_bench"]
 
 MIN_RATIO = 0.9
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -111,7 +111,11 @@ def plan_bench(
         raise ArgumentError(f"-G {graphs!r}: agree is a host operation and cannot be captured; leave it out")
     check_files(json_file, plot_file)
     if baseline is not None:
-        read_results("--baseline", baseline)
+        read_baseline(baseline, place.size, where)
+    looks = integer("-c", check, 0, 1)
+    culprit = flipped_rank(flip, place.size, looks)
+    for case in cases if culprit is not None else ():
+        _refuse_unseen_flip(case, culprit)
     plan = BenchPlan(
         cases=tuple(cases),
         launcher=place.launcher,
@@ -119,12 +123,12 @@ def plan_bench(
         transport=carrier,
         iterations=integer("-n", iterations, 1, 10**6),
         warmup=integer("-w", warmup, 0, 10**6),
-        check=integer("-c", check, 0, 1),
+        check=looks,
         graphs=launches,
         json_file=json_file,
         plot_file=plot_file,
         baseline=baseline,
-        flip=None if flip is None else integer("--flip-byte", flip, 0, place.size - 1),
+        flip=culprit,
     )
     return plan, place
 
@@ -144,6 +148,10 @@ def plan_routes(
     where = choose_device(device)
     carrier = choose_transport(transport, place.launcher, where)
     beyond = ("peer",) if transport == "auto" and where == "cuda" else (carrier,)
+    if json_file == "-":
+        raise ArgumentError(
+            "--json '-': with --routes allowed is a file name; the routes are printed as a table anyway"
+        )
     check_files(json_file, None)
     return RoutesPlan(place.launcher, where, beyond, _sizes(min_bytes, max_bytes, factor), json_file), place
 
@@ -158,6 +166,50 @@ def check_files(json_file: str | None, plot_file: str | None) -> None:
     for argument, file in (("--json", json_file), ("--plot", plot_file)):
         if file is not None and file != "-" and not Path(file).resolve().parent.is_dir():
             raise ArgumentError(f"{argument} {file!r}: its folder does not exist")
+        if file is not None and file != "-" and Path(file).is_dir():
+            raise ArgumentError(f"{argument} {file!r}: it is a folder; name a file in it")
+
+
+def flipped_rank(text: str | None, world: int, check: int) -> int | None:
+    """--flip-byte as a rank. Raises ArgumentError; also when nothing is checked, as none could find the byte."""
+    if text is None:
+        return None
+    rank = integer("--flip-byte", text, 0, world - 1)
+    if not check:
+        raise ArgumentError(f"--flip-byte {text!r} with -c 0: nothing looks for the wrong byte; leave -c out")
+    return rank
+
+
+def _refuse_unseen_flip(case: Case, culprit: int) -> None:
+    """A flip shows that the check finds it: refused where the result may be right all the same."""
+    why = None
+    if case.op == "agree":
+        why = "agree: it sends no payload; leave it out"
+    elif case.op == "broadcast" and culprit != 0:
+        why = "broadcast: only rank 0's bytes are sent; name rank 0"
+    elif case.redop in ("min", "max"):
+        why = f"{case.op} -o {case.redop}: another rank's value may hide it; allowed is sum, prod"
+    if why:
+        raise ArgumentError(f"--flip-byte '{culprit}' with {why}")
+
+
+def read_baseline(file: str, world: int, device: str) -> dict[str, Any]:
+    """The results to compare with. Raises ArgumentError when they are none, or of another number of ranks or device."""
+    content = read_results("--baseline", file)
+    for index, row in enumerate(content["rows"]):
+        p50 = row.get("p50_us") if isinstance(row, dict) else None
+        if not isinstance(p50, int | float) or not p50 > 0:
+            raise ArgumentError(
+                f'--baseline {file!r}: row {index} has no "p50_us" above 0; allowed is a file that bench --json wrote'
+            )
+    env = content.get("env")
+    there = (env.get("world_size"), env.get("device")) if isinstance(env, dict) else (None, None)
+    if there != (world, device):
+        raise ArgumentError(
+            f"--baseline {file!r}: it was measured on {there[0]} ranks, {there[1]}; this run is on {world} ranks, "
+            f"{device}; take a baseline of the same"
+        )
+    return content
 
 
 def read_results(argument: str, file: str) -> dict[str, Any]:
@@ -175,7 +227,8 @@ def read_results(argument: str, file: str) -> dict[str, Any]:
 def compare_with_baseline(rows: Sequence[dict[str, Any]], baseline: dict[str, Any]) -> list[str]:
     """The lines of this run that are below 0.9 times the baseline's speed, as text; empty is a pass.
 
-    Lines are matched by op, bytes, dtype, redop, transport and graph. None in common is a failure too.
+    Lines are matched by op, bytes, dtype, redop, transport and graph; ranks and device are those of the run, see
+    `read_baseline`. None in common is a failure too.
     """
     known = {_key(row): row for row in baseline["rows"]}
     common = [(row, known[_key(row)]) for row in rows if _key(row) in known]

@@ -12,6 +12,8 @@ from ..comm.errors import ArgumentError
 __all__ = ["bench_app", "rank_count"]
 
 _COLLECTIVES = "collectives"
+#: Parameters of `collectives` that --routes reads.
+_ROUTES = ("routes", "min_bytes", "max_bytes", "factor", "transport", "device", "ranks", "json_file")
 
 
 class _Group(typer.core.TyperGroup):
@@ -46,8 +48,22 @@ def rank_count(text: str | None) -> int | None:
         raise ArgumentError(f"--ranks {text!r}: allowed is an integer from 1 to 16") from None
 
 
+def _refuse_what_routes_do_not_take(ctx: typer.Context) -> None:
+    """Raise ArgumentError for the first argument that --routes would leave unread."""
+    for option in ctx.command.params:
+        source = ctx.get_parameter_source(option.name or "")
+        if option.name in _ROUTES or source is None or source.name == "DEFAULT":
+            continue
+        value = ctx.params[option.name or ""]
+        name, text = ("OP", ",".join(value)) if option.name == "ops" else (option.opts[0], value)
+        raise ArgumentError(
+            f"{name} {text!r}: not with --routes, which takes -b, -e, -f, --transport, --device, --ranks and --json"
+        )
+
+
 @bench_app.command(_COLLECTIVES)
 def collectives(
+    ctx: typer.Context,
     ops: Annotated[
         list[str] | None,
         typer.Argument(
@@ -85,6 +101,7 @@ def collectives(
     from .session import run
 
     if routes:
+        _refuse_what_routes_do_not_take(ctx)
         table_plan, place = plan_routes(
             ranks=rank_count(ranks),
             min_bytes=min_bytes,
@@ -185,7 +202,10 @@ def verify(
         str, typer.Option("--agreement", help="list of correlations of the draft's logits with the target's")
     ] = "0,0.5,0.8,0.9,0.95,1",
     taus: Annotated[str, typer.Option("--draft-tau", help="list of draft temperatures, of the request's")] = "1.0",
-    caps: Annotated[str, typer.Option(help="caps as in DSV41_VERIFY_CAP, with spaces between")] = "3 conf:0.5",
+    caps: Annotated[
+        str | None,
+        typer.Option(help="caps as in DSV41_VERIFY_CAP, with spaces between [3, or all drafts, and conf:0.5]"),
+    ] = None,
     pairs: Annotated[str, typer.Option(help="random pairs that a line is the mean of")] = "8",
     requests: Annotated[
         str | None, typer.Option(help="batch sizes of the kernels' times, or none [1,4,8,16,32,64; on a CPU none]")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.settings import CommSettings
-from .bench import BenchPlan, compare_with_baseline, read_results
+from .bench import BenchPlan, compare_with_baseline, read_baseline
 from .environment import environment
 from .ops import OPERATIONS, Case, dtype_name
 
@@ -131,7 +131,9 @@ class Printer:
         plan = self._plan
         results = {"env": env, "rows": rows}
         wrong = sum(row["wrong"] or 0 for row in rows)
-        slow = compare_with_baseline(rows, read_results("--baseline", plan.baseline)) if plan.baseline else []
+        slow: list[str] = []
+        if plan.baseline:
+            slow = compare_with_baseline(rows, read_baseline(plan.baseline, env["world_size"], env["device"]))
         if plan.json_file == "-":
             print(json.dumps(results, indent=1))
         elif plan.json_file:

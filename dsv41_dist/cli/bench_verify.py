@@ -58,7 +58,7 @@ def plan_verify(
     temperatures: str,
     agreements: str,
     taus: str,
-    caps: str,
+    caps: str | None,
     pairs: str,
     drawn_at: str,
     device: str,
@@ -69,7 +69,7 @@ def plan_verify(
     json_file: str | None,
     plot_file: str | None,
 ) -> VerifyPlan:
-    """Check every argument. Raises ArgumentError (exit 2) with one line."""
+    """Check every argument; caps None: 3 or all drafts, and conf:0.5. Raises ArgumentError (exit 2) with one line."""
     place = choose_place(None)
     if place.launcher != "own":
         raise ArgumentError(f"bench verify is one process; {place.launcher} has started {place.size}")
@@ -82,13 +82,14 @@ def plan_verify(
     if replays and where != "cuda":
         raise ArgumentError(f"-G {graphs!r}: CUDA graphs need a GPU; allowed on this device is 0")
     check_files(json_file, plot_file)
+    chosen = f"{min(3, depth)} conf:0.5" if caps is None else caps
     return VerifyPlan(
         vocab=tokens,
         drafts=depth,
         temperatures=_numbers("--temperature", temperatures, 0.05, 10.0),
         agreements=_numbers("--agreement", agreements, 0.0, 1.0),
         taus=_numbers("--draft-tau", taus, 0.05, 4.0),
-        caps=tuple((text, _cap(text, depth)) for text in caps.split()),
+        caps=tuple((text, _cap(text, depth)) for text in chosen.split()),
         pairs=integer("--pairs", pairs, 1, 1000),
         drawn_at=_numbers("--drawn-at", drawn_at, 0.05, 4.0)[0],
         device=where,

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..comm.errors import ArgumentError
 from ..comm.settings import CommSettings
-from .bench import check_files, integer
+from .bench import check_files, flipped_rank, integer
 from .environment import environment
 from .ops import DTYPES
 from .session import Place, choose_device, choose_place, choose_transport, join
@@ -66,6 +66,7 @@ def plan_layers(
     if replays and where != "cuda":
         raise ArgumentError(f"-G {graphs!r}: CUDA graphs need a GPU; allowed on this device is 0")
     check_files(json_file, plot_file)
+    looks = integer("-c", check, 0, 1)
     plan = LayerPlan(
         launcher=place.launcher,
         device=where,
@@ -73,11 +74,11 @@ def plan_layers(
         required=transport != "auto",
         iterations=integer("-n", iterations, 1, 10**6),
         warmup=integer("-w", warmup, 0, 10**6),
-        check=bool(integer("-c", check, 0, 1)),
+        check=bool(looks),
         graphs=replays,
         json_file=json_file,
         plot_file=plot_file,
-        flip=None if flip is None else integer("--flip-byte", flip, 0, place.size - 1),
+        flip=flipped_rank(flip, place.size, looks),
     )
     return plan, place
 

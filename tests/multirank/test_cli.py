@@ -73,9 +73,9 @@ def test_nothing_wrong_on_the_wire_is_exit_0():
     assert {row["op"] for row in json.loads(done.stdout)["rows"] if row["wrong"] == 0} >= set(WIRED)
 
 
-@pytest.mark.parametrize("op", WIRED)
+@pytest.mark.parametrize("op", [*WIRED, "broadcast"])
 def test_one_flipped_byte_on_the_wire_is_exit_1(op):
-    done = cli("bench", op, *SMALL, "--flip-byte", "1")
+    done = cli("bench", op, *SMALL, "--flip-byte", "0" if op == "broadcast" else "1")
     assert done.returncode == 1
     assert json.loads(done.stdout)["rows"][0]["wrong"] > 0
 
@@ -153,6 +153,20 @@ BAD = {
         ["bench", "all_reduce", "--baseline", "LICENSE"],
         "--baseline 'LICENSE': it is not JSON",
     ),
+    "a folder for a file": (["bench", "all_reduce", "--json", "docs"], "--json 'docs': it is a folder"),
+    "a flip that nobody looks for": (["bench", "all_reduce", "--flip-byte", "1", "-c", "0"], "--flip-byte '1' with -c"),
+    "a flip of a vote": (["bench", "agree", "--flip-byte", "1"], "--flip-byte '1' with agree: it sends no payload"),
+    "a flip that is received over": (["bench", "broadcast", "--flip-byte", "1"], "broadcast: only rank 0's bytes are"),
+    "a flip under a maximum": (
+        ["bench", "all_gather", "reduce_scatter", "-o", "sum,max", "--flip-byte", "1"],
+        "--flip-byte '1' with reduce_scatter -o max: another rank's value may hide it",
+    ),
+    "routes on stdout": (["bench", "--routes", "--json", "-"], "--json '-': with --routes allowed is a file name"),
+    "an operation with routes": (["bench", "all_reduce", "--routes"], "OP 'all_reduce': not with --routes, which"),
+    "options that routes do not have": (
+        ["bench", "--routes", "-n", "zz", "--plot", "x.txt", "--flip-byte", "99"],
+        "-n 'zz': not with --routes, which takes -b, -e, -f, ",
+    ),
     "no folder": (["bench", "all_reduce", "--json", "/no/such/x.json"], "--json '/no/such/x.json': its folder"),
     "plot of another kind": (["bench", "all_reduce", "--plot", "x.gif"], "--plot 'x.gif': allowed is a file name"),
     "graphs without a GPU": (["bench", "all_reduce", "-G", "5", "--device", "cpu"], "-G '5': CUDA graphs need a GPU"),
@@ -166,6 +180,29 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_and_exit_2(name, monkeypatch, capsys):
     refused(*BAD[name], monkeypatch, capsys)
+
+
+_ROW = {"op": "all_reduce", "p50_us": 1.0}
+NO_BASELINE = {
+    "rows of numbers": ({"rows": [_ROW, 1]}, 'row 1 has no "p50_us" above 0'),
+    "a row that is text": ({"rows": [{**_ROW, "p50_us": "1"}]}, 'row 0 has no "p50_us" above 0'),
+    "a row that took no time": ({"rows": [{**_ROW, "p50_us": 0}]}, 'row 0 has no "p50_us" above 0'),
+    "other ranks": ({"env": {"world_size": 2, "device": "cpu"}, "rows": [_ROW]}, "it was measured on 2 ranks, cpu; "),
+    "another device": (
+        {"env": {"world_size": 4, "device": "cuda"}, "rows": [_ROW]},
+        "it was measured on 4 ranks, cuda; this run is ",
+    ),
+    "no environment": ({"rows": [_ROW]}, "it was measured on None ranks, None; this run is on 4 ranks, cpu"),
+}
+
+
+@pytest.mark.parametrize("name", NO_BASELINE)
+def test_a_baseline_that_cannot_be_compared_with_is_refused_before(name, tmp_path, monkeypatch, capsys):
+    content, text = NO_BASELINE[name]
+    file = tmp_path / "base.json"
+    file.write_text(json.dumps(content))
+    arguments = ["bench", "all_reduce", "--device", "cpu", "--ranks", "4", "--baseline", str(file)]
+    refused(arguments, f"--baseline '{file}': {text}", monkeypatch, capsys)
 
 
 def test_bad_input_of_a_real_process():

@@ -95,6 +95,7 @@ BAD = {
     "a type without a layer": (["split", "-d", "int8"], "--dtype 'int8': allowed is all, bfloat16"),
     "graphs without a GPU": (["split", "-G", "3", "--device", "cpu"], "-G '3': CUDA graphs need a GPU"),
     "no such rank": (["split", "--flip-byte", "4"], "--flip-byte '4': allowed is an integer from 0 to 3"),
+    "a flip that nobody looks for": (["split", "--flip-byte", "1", "-c", "0"], "--flip-byte '1' with -c 0"),
     "rows that do not split": (
         ["prefill", "--tokens", "200"],
         "--tokens 200: allowed over 4 ranks are multiples of 256",

@@ -111,6 +111,12 @@ def tiny(**changes: str | None):
     return plan_verify(**{**given, **changes})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("drafts", range(1, 6))
+def test_the_caps_that_nobody_named_fit_the_drafts(drafts):
+    caps = tiny(vocab="2", drafts=str(drafts), caps=None).caps
+    assert [text for text, _ in caps] == [str(min(3, drafts)), "conf:0.5"]
+
+
 def test_a_run_passes_and_every_line_says_what_it_found(capsys):
     assert run_verify(tiny()) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
