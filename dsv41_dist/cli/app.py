@@ -97,7 +97,7 @@ def logdiff(
     folder: Annotated[str, typer.Argument(help="the folder that DSV41_COMM_LOG named")],
     json_out: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Print the first difference between the ranks' decision logs. Exit 1 when there is one."""
+    """Print the first difference between ranks' decision logs. Exit 1 when there is one, 2 when logs are missing."""
     from ..comm.observed import first_difference
 
     found = first_difference(folder)

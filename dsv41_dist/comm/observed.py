@@ -126,13 +126,15 @@ def first_difference(folder: str) -> dict[str, Any] | None:
     """Where the decision logs of a folder first differ between ranks: {"group", "index", "said": {rank: entry}}; None
     if nowhere.
 
-    A log that is shorter than another differs at its end (entry None). Raises ArgumentError when there are no logs.
+    A log that is shorter than another differs at its end (entry None); a last line that was cut is not part of its log.
+    Raises ArgumentError for logs that cannot be read, and where none differ but ranks' logs are missing.
     """
     logs: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for path in sorted(Path(folder).glob("*.rank*.jsonl")):
         group, _, rank = path.name.removesuffix(".jsonl").rpartition(".rank")
-        lines = path.read_text().splitlines()
-        logs.setdefault(group, {})[int(rank)] = [_shared(json.loads(line)) for line in lines if line.strip()]
+        if not rank.isdecimal():
+            raise ArgumentError(f"'{path}': allowed is GROUP.rank<N>.jsonl with a number N; move other files away")
+        logs.setdefault(group, {})[int(rank)] = _entries(path)
     if not logs:
         raise ArgumentError(f"{folder!r}: no decision logs (*.rank*.jsonl) in it; set DSV41_COMM_LOG to write some")
     for group, by_rank in logs.items():
@@ -140,7 +142,35 @@ def first_difference(folder: str) -> dict[str, Any] | None:
             said = {rank: log[index] if index < len(log) else None for rank, log in by_rank.items()}
             if len({json.dumps(entry, sort_keys=True) for entry in said.values()}) > 1:
                 return {"group": group, "index": index, "said": said}
+    for group, by_rank in logs.items():
+        gaps = sorted(set(range(max(by_rank))) - set(by_rank))
+        if gaps:
+            missing = f"the logs of ranks {', '.join(map(str, gaps))} are missing"
+        elif len(by_rank) < 2:
+            missing = f"there is a log of rank {min(by_rank)} alone"
+        else:
+            continue
+        raise ArgumentError(f"{folder!r}, {group}: {missing}; put the logs of all ranks into one folder")
     return None
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """What one rank decided, without what may differ between ranks."""
+    entries: list[dict[str, Any]] = []
+    # What is not ASCII was not written by us: it becomes an escape that JSON does not have.
+    lines = path.read_text(encoding="ascii", errors="backslashreplace").rstrip().split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line) if line.strip() else {}
+        except ValueError:
+            entry = None
+        if isinstance(entry, dict):
+            entries += [_shared(entry)] if entry else []
+        elif number < len(lines):  # the last line of a rank that died may be cut
+            raise ArgumentError(
+                f"'{path}': line {number} is no entry of a decision log; use a fresh folder for each run"
+            )
+    return entries
 
 
 def _shared(entry: dict[str, Any]) -> dict[str, Any]:
