@@ -1,4 +1,6 @@
-"""What `Communicator.all_reduce` costs over the raw torch call: python benchmarks/dispatch_overhead.py [--json FILE]
+"""What `Communicator.all_reduce` costs over the raw torch call:
+
+    PYTHONPATH=. python benchmarks/dispatch_overhead.py [--json FILE]
 
 A group of one rank over gloo, where the collective itself is as cheap as it gets. The ways are timed in turn, many
 short blocks each, so that a slow moment of the machine hits all alike; figures are medians over blocks.

@@ -1,6 +1,6 @@
 """Draw a results file of `bench split`, `prefill` or `verify`:
 
-    python benchmarks/draw_layers.py split|prefill|verify RESULTS.json PLOT.png
+    PYTHONPATH=. python benchmarks/draw_layers.py split|prefill|verify RESULTS.json PLOT.png
 
 For machines without matplotlib: measure there with --json, draw here.
 """

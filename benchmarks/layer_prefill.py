@@ -1,4 +1,7 @@
-"""`bench prefill` for tp4_gpu.sh: torchrun --nproc-per-node N benchmarks/layer_prefill.py OUT.json [OPTION...]"""
+"""`bench prefill` for tp4_gpu.sh:
+
+PYTHONPATH=. torchrun --nproc-per-node N benchmarks/layer_prefill.py OUT.json [OPTION...]
+"""
 
 import os
 import sys

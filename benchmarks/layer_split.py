@@ -1,4 +1,7 @@
-"""`bench split` for tp4_gpu.sh: torchrun --nproc-per-node N benchmarks/layer_split.py OUT.json [OPTION...]"""
+"""`bench split` for tp4_gpu.sh:
+
+PYTHONPATH=. torchrun --nproc-per-node N benchmarks/layer_split.py OUT.json [OPTION...]
+"""
 
 import sys
 

@@ -1,6 +1,6 @@
 """Every collective at every size, side by side in one run: NCCL, torch symmetric memory, peer. Bytes are checked.
 
-torchrun --nproc-per-node N benchmarks/peer_bench.py OUT.json [eager]
+PYTHONPATH=. torchrun --nproc-per-node N benchmarks/peer_bench.py OUT.json [eager]
 """
 
 from __future__ import annotations

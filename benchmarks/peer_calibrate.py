@@ -1,4 +1,7 @@
-"""Measure, print and save this machine's route table: torchrun --nproc-per-node N benchmarks/peer_calibrate.py OUT"""
+"""Measure, print and save this machine's route table:
+
+PYTHONPATH=. torchrun --nproc-per-node N benchmarks/peer_calibrate.py OUT
+"""
 
 import sys
 import time

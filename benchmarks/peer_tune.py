@@ -1,6 +1,6 @@
 """Time every sensible plan of the peer kernels at each size and check its bytes: what kernels/peer_plan.py rests on.
 
-torchrun --nproc-per-node N benchmarks/peer_tune.py OUT.json [seconds]
+PYTHONPATH=. torchrun --nproc-per-node N benchmarks/peer_tune.py OUT.json [seconds]
 """
 
 from __future__ import annotations

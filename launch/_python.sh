@@ -5,6 +5,8 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
 if [ -n "${DSV41_PYTHON:-}" ]; then
   PY=$(command -v "$DSV41_PYTHON") || { echo "DSV41_PYTHON=$DSV41_PYTHON: no such interpreter" >&2; exit 2; }
+  case $PY in /*) ;; *) PY=$PWD/$PY ;; esac # the scripts change the folder
+  DSV41_PYTHON=$PY
 else
   PY="$ROOT/.venv/bin/python"
   LOCK="$ROOT/requirements/cpu.txt"

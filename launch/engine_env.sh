@@ -19,6 +19,10 @@ pip_args=(--quiet --disable-pip-version-check --retries 3 --timeout 60)
 
 say() { echo "engine_env: $*" >&2; }
 
+case "$#:${1-}" in
+  0: | 1:--wheels) ;;
+  *) say "'$*': allowed is no argument, or --wheels"; exit 2 ;;
+esac
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || {
   say "DSV41_PYTHON=$python: allowed is Python 3.11 or 3.12"
   exit 2
