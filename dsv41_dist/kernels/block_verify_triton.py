@@ -1,7 +1,8 @@
 """The kernel of block_verify.py: four phases (block_verify_phases.py) over requests, rows and tiles of the vocabulary.
 
-A step is one launch on a GPU: a cooperative grid whose programs take turns at a phase's work items and meet in a
-barrier before the next phase. Elsewhere it is a launch for each phase, of the same code. Nothing is read on the host.
+A step is a launch for each phase. On a GPU it can be one launch of the same code (_ONE_LAUNCH): a cooperative grid
+whose programs take turns at a phase's work items and meet in a barrier before the next phase. Nothing is read on the
+host.
 """
 
 from __future__ import annotations
@@ -131,9 +132,9 @@ def launch(
     bonus = torch.empty(bs, dtype=torch.int64, device=device)
     weights = torch.empty(bs, rows, dtype=torch.float32, device=device)
     thresholds = torch.empty_like(weights)
-    # A pointer that a constexpr switches off still needs a tensor to point at.
-    d_temp = draft_temperatures.reshape(-1)
-    t_temp = d_temp if target_temperatures is None else target_temperatures.reshape(-1)
+    # The kernel reads them densely. A pointer that a constexpr switches off still needs a tensor to point at.
+    d_temp = draft_temperatures.contiguous()
+    t_temp = d_temp if target_temperatures is None else target_temperatures.contiguous()
     logits = target if draft is None else draft
     strides = (target.stride(0), 0, 0) if draft is None else (target.stride(0), draft.stride(0), draft.stride(1))
     flags: dict[str, Any] = {
@@ -146,7 +147,7 @@ def launch(
         "TILES": triton.next_power_of_2(tiles),
         "num_warps": 8 if tile >= 2048 else 4,
     }
-    live = lengths if live is None else live
+    live = lengths if live is None else live.contiguous()
     coins = weights if coins is None else coins.contiguous()
     args = (
         candidates, target, logits, t_temp, d_temp, live, coins, noise.state, noise.arrivals, part_max, part_sum,

@@ -12,6 +12,7 @@ from dsv41_dist.kernels.verify_cap import copy_rows_torch, live_rows_torch
 
 INF, NAN = math.inf, math.nan
 KINDS = ("plain", "equal", "one-hot", "zeros", "top-1", "bf16", "live", "nan draft", "sharp", "probabilities")
+KINDS += ("apart",)
 GAMMAS = (1, 2, 3)
 COPIES = tuple((packed, in_use) for packed in (False, True) for in_use in (None, 18))
 _NAMES = ("candidates", "target", "draft_logits", "target_temperatures", "draft_temperatures")
@@ -49,6 +50,10 @@ def block_case(kind: str, gamma: int, bs: int = 4) -> int:
         target = torch.softmax(target, -1)
         target[..., ::3] = 0
         t_temp = None
+    if kind == "apart":  # per-request values that are not next to each other
+        t_temp, d_temp = torch.stack([t_temp, -t_temp], 1)[:, 0], d_temp[:1].expand(bs)
+        live = torch.randint(2, gamma + 2, (bs, 1), generator=gen, dtype=torch.int32)
+        live = torch.cat([live, torch.ones_like(live)], 1)[:, 0]
     candidates = torch.cat([torch.zeros(bs, 1, dtype=torch.int64), x], 1)
     ours, twin = NoiseState(gamma, "cpu"), NoiseState(gamma, "cpu")
     for step in range(2):

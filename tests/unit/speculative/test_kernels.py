@@ -8,6 +8,7 @@ import pytest
 
 # As in kernel_cases.py, which needs triton to be imported.
 KINDS = ("plain", "equal", "one-hot", "zeros", "top-1", "bf16", "live", "nan draft", "sharp", "probabilities")
+KINDS += ("apart",)
 
 
 @pytest.mark.timeout(300)
