@@ -12,8 +12,8 @@ The emitted tokens follow p exactly, whatever q; P(tau >= i | x_1..x_i) = w_i. W
 g = live[b] - 1: exact as long as [live > j] follows from x_1..x_{j-1} alone.
 
 `block_laws` is the definition in plain torch and the tests' subject for exact enumeration. `block_verify` decides by
-counter-based noise, the same on every rank that holds the same key and counter: on a GPU by one Triton kernel that
-reads logits (bytes moved per request: passes over 2 g + 1, up to 2 g - 2 and 2 rows of V logits, so at most 21 V x 4
+counter-based noise, the same on every rank that holds the same key and counter: on a GPU by a Triton kernel that reads
+logits (bytes moved per request: passes over 2 g + 1, up to 2 g - 2 and 2 rows of V logits, so at most 21 V x 4
 bytes at g = 5, 10.9 MB at V = 129280: 2.3 us at 4.8 TB/s), elsewhere by the twin `block_verify_torch`.
 """
 
@@ -114,18 +114,19 @@ def block_verify(
     the device.
 
     Args:
-        candidates: int [bs, g + 1], the anchor and the g drafts.
+        candidates: int [bs, g + 1], the anchor and the g drafts; bs >= 1, g >= 1.
         target: [bs * (g + 1), V] or [bs, g + 1, V], last dimension dense: logits when `target_temperatures` is given,
             else probabilities. -inf is a token of probability 0.
         draft_logits: [bs, g, V], last dimension dense; None: the drafts were an argmax (q is one-hot).
         target_temperatures, draft_temperatures: float, bs elements, > 0.
-        live: int32 [bs], see `block_laws`.
+        live: int32, bs elements, see `block_laws`.
         coins: float [bs, g], eta_1..eta_g to use instead of the noise's (the correction token still draws from it).
 
     Raises:
         ValueError: shapes or devices that do not fit together.
     """
-    candidates, target = _checked(candidates, target, draft_logits, target_temperatures, draft_temperatures, live)
+    target = _checked(candidates, target, draft_logits, target_temperatures, draft_temperatures, noise, live, coins)
+    candidates = candidates.contiguous()
     if target.is_cuda:
         from .block_verify_triton import launch
 
@@ -197,13 +198,30 @@ def _checked(
     draft_logits: torch.Tensor | None,
     target_temperatures: torch.Tensor | None,
     draft_temperatures: torch.Tensor,
+    noise: NoiseState,
     live: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    coins: torch.Tensor | None,
+) -> torch.Tensor:
+    """`target` as [bs * (g + 1), V], once everything fits together."""
     bs, rows = candidates.shape
+    if bs < 1:
+        raise ValueError("candidates has 0 requests: allowed is 1 or more")
     if rows < 2:
         raise ValueError(f"candidates has {rows} rows per request: allowed is 2 or more (an anchor and a draft)")
-    target = target.view(bs * rows, -1) if target.dim() == 3 else target
-    if target.shape[0] != bs * rows or target.stride(-1) != 1:
+    for name, value in (
+        ("candidates", candidates),
+        ("draft_logits", draft_logits),
+        ("target_temperatures", target_temperatures),
+        ("draft_temperatures", draft_temperatures),
+        ("noise", noise.state),
+        ("live", live),
+        ("coins", coins),
+    ):
+        if value is not None and value.device != target.device:
+            raise ValueError(f"{name} is on {value.device}: allowed is {target.device}, where target is")
+    if target.dim() == 3 and tuple(target.shape[:2]) == (bs, rows):
+        target = target.reshape(bs * rows, -1)
+    if target.dim() != 2 or target.shape[0] != bs * rows or target.stride(-1) != 1:
         raise ValueError(
             f"target is {tuple(target.shape)} with strides {target.stride()}: allowed is [{bs * rows}, V], last dense"
         )
@@ -219,4 +237,6 @@ def _checked(
             raise ValueError(f"{name} has {value.numel()} elements: allowed is {bs}, one for each request")
     if live is not None and (live.numel() != bs or live.dtype != torch.int32):
         raise ValueError(f"live is {live.dtype} with {live.numel()} elements: allowed is int32 with {bs}")
-    return candidates.contiguous(), target
+    if coins is not None and tuple(coins.shape) != (bs, rows - 1):
+        raise ValueError(f"coins is {tuple(coins.shape)}: allowed is [{bs}, {rows - 1}]")
+    return target

@@ -191,11 +191,36 @@ BAD = [
     ({"target_temperatures": torch.ones(3)}, "target_temperatures has 3 elements: allowed is 2"),
     ({"draft_temperatures": torch.ones(1)}, "draft_temperatures has 1 elements: allowed is 2"),
     ({"live": torch.ones(2, dtype=torch.int64)}, "live is torch.int64"),
+    ({"candidates": torch.zeros(0, 3, dtype=torch.int64), "target": torch.zeros(0, 5)}, "candidates has 0 requests"),
+    ({"target": torch.zeros(3, 2, 5)}, r"target is \(3, 2, 5\)"),
+    ({"coins": torch.zeros(1, 2)}, r"coins is \(1, 2\): allowed is \[2, 2\]"),
+    ({"coins": torch.zeros(2, 1)}, r"coins is \(2, 1\): allowed is \[2, 2\]"),
+    *(
+        ({name: value.to("meta")}, f"{name} is on meta: allowed is cpu")
+        for name, value in (GOOD | {"live": torch.ones(2, dtype=torch.int32), "coins": torch.zeros(2, 2)}).items()
+        if name != "target"
+    ),
+    ({"noise": NoiseState(1, "meta")}, "noise is on meta: allowed is cpu"),
 ]
 
 
 @pytest.mark.parametrize(("change", "text"), BAD)
 def test_arguments_that_do_not_fit(change, text):
-    block_verify(**GOOD, noise=NoiseState(1, "cpu"))
+    good = GOOD | {"noise": NoiseState(1, "cpu")}
+    block_verify(**good)
     with pytest.raises(ValueError, match=text):
-        block_verify(**(GOOD | change), noise=NoiseState(1, "cpu"))
+        block_verify(**(good | change))
+
+
+def test_target_rows_may_be_a_part_of_more_rows():
+    gen = torch.Generator().manual_seed(0)
+    wide = torch.randn(2, 5, 7, generator=gen)
+    args = {
+        "candidates": torch.randint(0, 7, (2, 3), generator=gen),
+        "draft_logits": torch.randn(2, 2, 7, generator=gen),
+        "target_temperatures": torch.ones(2),
+        "draft_temperatures": torch.ones(2),
+    }
+    of_a_part = block_verify(target=wide[:, :3], **args, noise=NoiseState(1, "cpu"))
+    dense = block_verify(target=wide[:, :3].reshape(6, 7), **args, noise=NoiseState(1, "cpu"))
+    assert all(torch.equal(a, b) for a, b in zip(of_a_part, dense, strict=True))
