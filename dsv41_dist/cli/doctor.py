@@ -15,6 +15,7 @@ from ..engine import drift
 from ..engine.gates import GateError, Gates
 from ..engine.survey import Row, all_targets, survey
 from ..engine.tree import EngineNotFound, EngineTree
+from .engine_checks import refused_pairs
 
 __all__ = ["doctor"]
 
@@ -24,8 +25,8 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
     record: Annotated[Path | None, typer.Option(help="Record the sglang-*.whl files of this folder, and exit.")] = None,
 ) -> None:
-    """Say for each adapter whether it applies to an engine. Exit 1 when a gate that is set would be refused,
-    2 when there is no engine to look at."""
+    """Say for each adapter whether it applies to an engine. Exit 1 when a gate that is set would be refused, as far as
+    gates and release tell (not the engine's settings); 2 when there is no engine to look at."""
     try:
         if record is not None:
             for file in drift.write(record, all_targets(REGISTRY)):
@@ -40,6 +41,7 @@ def doctor(
     except GateError as error:
         wrong, gates = str(error).splitlines(), Gates.from_env({})
     rows = survey(tree, REGISTRY, gates)
+    wrong += refused_pairs((row.name for row in rows if row.is_set), gates, tree.release)
     refused = bool(wrong) or any(row.refused for row in rows)
     if json:
         typer.echo(jsonlib.dumps(_as_json(tree, rows, wrong, refused), indent=1))

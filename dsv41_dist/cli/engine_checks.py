@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast
 
 from .. import __version__
 from ..adapters import REGISTRY
+from ..adapters._speculative_modes import RULES, Facts
 from ..engine import drift
 from ..engine.agreement import differences
 from ..engine.gates import GateError, Gates
@@ -13,7 +16,7 @@ from ..engine.survey import all_targets, published, survey
 from ..engine.tree import EngineNotFound, EngineTree
 from .checks import Context, Result, check
 
-__all__ = ["engine_check", "engine_facts"]
+__all__ = ["engine_check", "engine_facts", "refused_pairs"]
 
 
 def engine_facts() -> dict[str, Any]:
@@ -46,8 +49,24 @@ def engine_facts() -> dict[str, Any]:
     same["engine release"] = tree.version
     same["fingerprints"] = drift.digest(drift.check(tree, all_targets(REGISTRY), published))
     local["engine_path"] = str(tree.root)
-    problems.extend(f"{row.name}: {row.status}: {row.detail}" for row in survey(tree, REGISTRY, gates) if row.refused)
+    rows = survey(tree, REGISTRY, gates)
+    problems.extend(f"{row.name}: {row.status}: {row.detail}" for row in rows if row.refused)
+    problems.extend(refused_pairs((row.name for row in rows if row.is_set), gates, tree.release))
     return {"same": same, "problems": problems, "local": local}
+
+
+def refused_pairs(names: Iterable[str], gates: Gates, release: str) -> list[str]:
+    """What boot would refuse of the adapters `names`, which are on, by gates and release alone. The rules that ask for
+    the engine's settings too are left to boot."""
+    known, on = cast(Facts, SimpleNamespace(gates=gates, release=release)), set(names)
+    found: list[str] = []
+    for rule in RULES:
+        try:
+            if rule.adapter in on and rule.verdict == "refused" and rule.holds(known):
+                found.append(f"{rule.adapter} does not go with {rule.other}: {rule.why}")
+        except AttributeError:  # it asked for a setting of the engine
+            continue
+    return found
 
 
 @check("engine", "Engine and gates")

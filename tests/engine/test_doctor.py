@@ -120,6 +120,28 @@ def test_bad_and_unserved_gates_are_refused(published):
     assert "l2_prefetch" in call(doctor, *engine, env={"DSV41_L2_PREFETCH": "1"}).output.split("planned, not")[0]
 
 
+@pytest.mark.parametrize(
+    ("release", "env", "line"),
+    [
+        ("0.5.23", {"DSV41_ROUTER_LIVE": "1"}, "router_live does not go with no verify_cap: only verify_cap has"),
+        ("0.5.23", {"DSV41_ROUTER_LIVE": "1", "DSV41_VERIFY_CAP": "3"}, None),
+        ("0.5.21", {"DSV41_BLOCK_VERIFY": "native"}, "block_verify does not go with native before 0.5.22: 0.5.21 has"),
+        ("0.5.22", {"DSV41_BLOCK_VERIFY": "native"}, None),
+        # Whether these fit follows from the draft, which is not known here.
+        ("0.5.23", {"DSV41_VERIFY_CAP": "5"}, None),
+        ("0.5.23", {"DSV41_VERIFY_CAP": "conf:0.5,0.5,0.5,0.5"}, None),
+    ],
+)
+def test_gates_that_cannot_go_together_on_a_release_are_refused(release, env, line, published):
+    # Nothing of the engine's own settings is known, so that none can be held against a gate.
+    result = call(doctor, "--engine", str(published(release)), "--json", env=env)
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["refused"]) == ((1, True) if line else (0, False))
+    assert [found[: len(line or "")] for found in report["bad_gates"]] == ([line] if line else [])
+    text = call(doctor, "--engine", str(published(release)), env=env)
+    assert ("REFUSED" in text.output, text.exit_code) == (line is not None, result.exit_code)
+
+
 def test_no_engine_is_a_usage_error(tmp_path):
     result = call(doctor, "--engine", str(tmp_path), "--json")
     assert result.exit_code == 2
@@ -160,6 +182,9 @@ def test_engine_facts_of_an_installed_engine(engine_python, published):
     assert [facts["problems"] for facts in seen] == [[], []]
     assert seen[0]["same"]["fingerprints"] != seen[1]["same"]["fingerprints"]
     assert seen[0]["same"]["gates"] == {"DSV41_FOLDED_FENCE": True}
+    env = engine_env(published("0.5.23"), door=False, DSV41_ROUTER_LIVE="1")
+    (problem,) = json.loads(run_engine(engine_python, ["-c", code], env).stdout)["problems"]
+    assert problem.startswith("router_live does not go with no verify_cap")
 
 
 def test_engine_facts_of_a_bad_environment(monkeypatch):
