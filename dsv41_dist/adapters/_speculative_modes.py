@@ -6,9 +6,10 @@ the pair right) or `refused`. docs/speculative.md shows the same table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..engine.gates import Gates
 from ..engine.refusal import refuse
 from .base import AdapterState
 
@@ -20,7 +21,7 @@ WORKER = "sglang.srt.speculative.dspark_components.dspark_worker_v2"
 class Facts(NamedTuple):
     """What the engine was configured to do, and our own gates."""
 
-    gates: Mapping[str, Any]
+    gates: Gates
     release: str
     mode: str = "static"  # SGLANG_RAGGED_VERIFY_MODE
     stride: int = 6  # verify rows of a request: one anchor and stride - 1 drafts
@@ -51,12 +52,6 @@ class Rule(NamedTuple):
 
 def _cap(facts: Facts) -> int | list[float]:
     return facts.gates["DSV41_VERIFY_CAP"]
-
-
-def _cap_misfits(facts: Facts) -> bool:
-    cap = _cap(facts)
-    drafts = facts.stride - 1
-    return len(cap) != drafts - 1 if isinstance(cap, list) else cap > drafts
 
 
 RULES: tuple[Rule, ...] = (
@@ -194,13 +189,6 @@ RULES: tuple[Rule, ...] = (
         lambda f: isinstance(_cap(f), list) and not f.plan_synced,
     ),
     Rule(
-        "verify_cap",
-        "a value that does not fit the draft",
-        "refused",
-        "a fixed cap is at most the number of drafts, and conf needs one threshold for each draft after the first",
-        _cap_misfits,
-    ),
-    Rule(
         "router_live",
         "no verify_cap",
         "refused",
@@ -219,7 +207,20 @@ def check(adapter: str, facts: Facts) -> list[Rule]:
                 f"{adapter} does not go with {rule.other}: {rule.why}",
                 "Unset one of the two on every rank; docs/speculative.md has the table.",
             )
+    if adapter == "verify_cap":
+        _check_cap(facts)
     return met
+
+
+def _check_cap(facts: Facts) -> None:
+    """conf has a threshold for each draft after the first, of five; a fixed cap is at most the number of drafts."""
+    cap, drafts = _cap(facts), facts.stride - 1
+    if (len(cap) != drafts - 1) if isinstance(cap, list) else (cap > drafts):
+        refuse(
+            f"DSV41_VERIFY_CAP={facts.gates.texts['DSV41_VERIFY_CAP']}: this draft has {drafts} drafts; "
+            f"allowed is 1..{min(drafts, 5)} (conf is for 5 drafts)",
+            "Set it to one of these on every rank, or unset it.",
+        )
 
 
 def checked_worker_init(original: Any, adapter: str, state: AdapterState, release: str = "") -> Any:
@@ -252,8 +253,6 @@ def read_facts(worker: Any, release: str) -> Facts:
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend
     from sglang.srt.runtime_context import get_exec, get_flags, get_parallel, get_spec
     from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
-
-    from ..engine.gates import Gates
 
     def env(name: str) -> bool:
         return bool(getattr(envs, name).get()) if hasattr(envs, name) else False
