@@ -156,6 +156,14 @@ class _Cap:
         sync = worker._tp_sync
         self._broadcast = lambda live: sync.sync(SpecTpSyncSite.DSPARK_PLAN, live)
         self._logs = self.log is not None and get_parallel().tp_rank == 0
+        if self._logs:
+            try:
+                self._append("")
+            except OSError as error:
+                refuse(
+                    f"verify_cap: DSV41_VERIFY_CAP_LOG={self.log} cannot be written on rank 0: {error}",
+                    "Name a file in a folder that exists and can be written, or unset it.",
+                )
 
     # -- the draft: how many rows are live -----------------------------------------------------------------------------
 
@@ -265,15 +273,27 @@ class _Cap:
         return observe_verify_step
 
     def write(self, bs: int, confidence: Any, correct_len: Any) -> None:
-        """One JSON line a step; waits for the device."""
+        """One JSON line a step; waits for the device. A file that cannot be written any more ends the log alone."""
+        from ..engine.refusal import say
+
         line = {
             "confidence": None if confidence is None else [[round(c, 6) for c in row] for row in confidence.tolist()],
             "verified": (LIVE.rows(bs) - 1).tolist(),
             "accepted": correct_len[:bs].tolist(),
         }
+        try:
+            self._append(json.dumps(line) + "\n")
+        except OSError as error:
+            self._logs = False
+            say(
+                f"dsv41_dist: verify_cap: DSV41_VERIFY_CAP_LOG={self.log} cannot be written on rank 0: {error}; "
+                "no further step is logged. Serving goes on; start again to log again."
+            )
+
+    def _append(self, text: str) -> None:
         assert self.log is not None
         with open(self.log, "a", encoding="utf-8") as out:
-            out.write(json.dumps(line) + "\n")
+            out.write(text)
 
 
 def _largest_graph(worker: Any) -> int:

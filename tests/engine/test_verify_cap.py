@@ -94,3 +94,10 @@ def test_a_ragged_mode_is_refused_when_the_worker_is_built(engine_python, publis
     result = probe(engine_python, published(release), release, tmp_path / "log", "3", mode)
     assert result.returncode == 1
     assert "verify_cap does not go with SGLANG_RAGGED_VERIFY_MODE=compact or cap-accept" in result.stderr
+
+
+def test_a_log_that_cannot_be_written_is_refused_when_the_worker_is_built(engine_python, published, tmp_path):
+    release = RELEASES[-1]
+    result = probe(engine_python, published(release), release, tmp_path, "3")
+    assert result.returncode == 1
+    assert f"DSV41_VERIFY_CAP_LOG={tmp_path} cannot be written on rank 0: " in result.stderr

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv41_dist.adapters._speculative_live import LiveState
+from dsv41_dist.adapters._speculative_live import LIVE, LiveState
+from dsv41_dist.adapters.verify_cap import _Cap
+from dsv41_dist.engine.state import AdapterState
 from dsv41_dist.kernels.verify_cap import copy_rows, live_rows, source_rows
 
 NAN = math.nan
@@ -107,3 +109,21 @@ def test_a_gate_routes_by_live_rows_only_inside_the_scope_and_at_its_size():
     large.fill_(3)
     assert live.rows(9).tolist() == [3] * 9
     assert live.buffer.tolist() == [6] * 4
+
+
+def test_a_log_that_can_no_longer_be_written_is_said_once_and_serving_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(LIVE, "buffer", torch.full((4,), 4, dtype=torch.int32))
+    folder = tmp_path / "gone"
+    cap = _Cap(3, str(folder / "log"), AdapterState("verify_cap", ""), "0.5.23")
+    cap._logs = True
+    steps = []
+    observe = cap.observe(lambda observers, **step: steps.append(step["bs"]))
+    for _ in range(2):
+        observe(None, bs=2, confidence=None, correct_len=torch.zeros(2))
+    assert steps == [2, 2]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert f"DSV41_VERIFY_CAP_LOG={folder / 'log'}" in said[0]
+    folder.mkdir()
+    observe(None, bs=2, confidence=None, correct_len=torch.zeros(2))
+    assert not list(folder.iterdir())
