@@ -22,6 +22,7 @@ __all__ = ["FLOOR", "HcFused", "fused_stats"]
 FLOOR = 512  # rows below which nothing is measured: too few programs for any device
 _REPEATS = 5
 Stock = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+Size = tuple[int, int, int]
 
 
 class _Scope(threading.local):
@@ -64,10 +65,10 @@ def fused_stats(mhc: Any, plan: Plan, arguments: tuple[Any, ...]) -> tuple[torch
 class HcFused:
     """One per process. Every decision follows from facts that the ranks have in common, or from a vote.
 
-    A size is a pair: the row count that kernels are chosen for (`logical_rows`: the whole chunk's while a rank holds a
-    shard of it) and the rows that are there, each to a power of two. Its first eager call measures every plan that
-    gives the stock bytes, compares the best one's outputs on every rank, and is fused from then on where that is
-    faster on every rank. One differing byte anywhere ends it for good, for all sizes.
+    A size is the row count that kernels are chosen for (`logical_rows`: the whole chunk's while a rank holds a shard)
+    and the rows that are there, each to a power of two, and stock's tile height for the former. Its first eager call
+    measures every plan that gives the stock bytes, compares the best one's outputs on every rank, and is fused from
+    then on where that is faster on every rank. One differing byte anywhere ends it for good, for all sizes.
     """
 
     def __init__(self, comm: Communicator, state: AdapterState, mhc: Any, min_rows: int | None) -> None:
@@ -77,7 +78,7 @@ class HcFused:
         self._mhc = mhc
         self._min_rows = min_rows
         self._check = SelfCheck(comm.agreement, "hc_fused")
-        self._plans: dict[tuple[int, int], Plan | None] = {}  # None: the stock form is faster
+        self._plans: dict[Size, Plan | None] = {}  # None: the stock form is faster
         self._off = ""
         self._scope = _Scope()
 
@@ -94,11 +95,12 @@ class HcFused:
         """The statistics of one call. Collective, at the first call of a size."""
         x = arguments[0]
         rows = x.shape[0]
-        why = self._not_this_call(x, logical_rows(rows))
+        logical = logical_rows(rows)
+        why = self._not_this_call(x, logical)
         if why is not None:
             self.stock_calls[why] = self.stock_calls.get(why, 0) + 1
             return stock(*arguments)
-        size = logical_rows(rows).bit_length() - 1, rows.bit_length() - 1
+        size = logical.bit_length() - 1, rows.bit_length() - 1, self._mhc._block_m_for(logical)
         if size not in self._plans:
             return self._decide(size, stock, arguments)
         plan = self._plans[size]
@@ -119,7 +121,7 @@ class HcFused:
             return "graph capture"
         return self._off or None
 
-    def _decide(self, size: tuple[int, int], stock: Stock, arguments: tuple[Any, ...]) -> Any:
+    def _decide(self, size: Size, stock: Stock, arguments: tuple[Any, ...]) -> Any:
         wanted = stock(*arguments)
         chosen: _Chosen | None = None
         failure: Exception | None = None
@@ -135,6 +137,7 @@ class HcFused:
 
         self._check.run(size, lambda: wanted, fused)
         at = f"{1 << size[0]} rows" + (f" ({1 << size[1]} on a rank)" if size[0] != size[1] else "")
+        at += f", stock tile {size[2]}"
         if not self._check.verdict(size):
             self._off = "differs from stock"
             self.state.notes.append(f"off for good at {at}: {self._check.reasons[size]}")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ..comm import Communicator
     from ..engine.state import AdapterState
 
-__all__ = ["Shared", "communicator", "declined", "exchanged", "forget", "other_rows", "shared"]
+__all__ = ["Shared", "communicator", "declined", "exchanged", "forget", "one_rank", "other_rows", "shared"]
 
 _ADVICE = "Set DSV41_ONESHOT=auto to serve without it, or put right what `python -m dsv41_dist preflight` shows."
 
@@ -95,13 +95,18 @@ def _by_hosts(ranks: Any) -> str:
     return "peer" if len(set(hosts)) == 1 else "roce"
 
 
+def one_rank() -> str | None:
+    """Why there is nothing to divide over the TP group, or None."""
+    from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMissingImports]
+
+    return "the TP group has one rank" if get_parallel().tp_size < 2 else None
+
+
 def other_rows() -> str | None:
     """Why the ranks of the TP group do not all run the same rows, or None."""
     from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMissingImports]
 
     parallel = get_parallel()
-    if parallel.tp_size < 2:
-        return "the TP group has one rank"
     for name in ("attn_dp_size", "attn_cp_size"):
         if getattr(parallel, name) != 1:
             return f"{name} is {getattr(parallel, name)}: the ranks do not run the same rows"
@@ -110,7 +115,7 @@ def other_rows() -> str | None:
 
 def declined(runner: Any) -> str | None:
     """Why no layer of this ModelRunner can be split, or None. Only from what the ranks have in common."""
-    why = other_rows()
+    why = one_rank() or other_rows()
     if why is not None:
         return why
     args = runner.server_args

@@ -5,9 +5,11 @@ The engine splits K = 20480 over 80 programs per row tile, writes 80 partial sum
 (kernels/hc_fused.py), and the engine's own kernel makes the coefficients from the sums. Decode and verify keep the
 stock kernels: they have too few rows, and run hidden on a side stream.
 
-Guarantee: bit-identical. Each size is compared with the stock kernels at its first eager prefill call on every rank;
-one differing byte turns it off for good on all of them. Used from DSV41_HC_FUSED_MIN rows; unset, each power of two
-from 512 rows on is measured at that first call, and is fused where that is faster on every rank.
+Guarantee: bit-identical. Each size (a power of two rows and stock's tile height there) is compared with the stock
+kernels at its first eager prefill call on every rank; one differing byte turns it off for good on all of them. Off
+where the ranks run other rows (attention data or context parallelism): they could not vote. Used from
+DSV41_HC_FUSED_MIN rows; unset, each power of two from 512 rows on is measured at that first call, and is fused where
+that is faster on every rank.
 Composes with prefill_sp: sizes count the rows that a kernel choice is made for (engine/logical_rows.py).
 Source: the published adapter of the same name.
 """
@@ -43,6 +45,7 @@ class HcFusedAdapter(Adapter):
         Target(_MHC, "_hc_mix_stats_partial_kernel", patched=False),
         Target(_MHC, "_hc_mix_reduce_sinkhorn_kernel", patched=False),
         Target(_MHC, "_num_slices_for", patched=False),
+        Target(_MHC, "_block_m_for", patched=False),
         # Who calls it, with what, on which stream.
         Target(_MODEL, "DeepseekV4DecoderLayer._hc_mix_stats", ("0.5.21",), patched=False),
         Target(_STAGES, "_mix_stats_impl", ("0.5.22", "0.5.23"), patched=False),
@@ -67,10 +70,12 @@ def attach(runner: Any, state: AdapterState) -> None:
 
     from ..engine.gates import Gates
     from ._hc_runtime import HcFused
-    from ._split_group import communicator
+    from ._split_group import communicator, other_rows
 
-    if mhc._is_hip:
-        state.notes.append("off: on HIP the engine makes these statistics with other kernels")
+    # A size is decided by a vote at its first call: ranks with other rows would each ask for another vote.
+    why = "on HIP the engine makes these statistics with other kernels" if mhc._is_hip else other_rows()
+    if why is not None:
+        state.notes.append(f"off: {why}")
         return
     _fused = HcFused(communicator(state), state, mhc, Gates.from_env()["DSV41_HC_FUSED_MIN"])
 

@@ -91,9 +91,9 @@ def attach(runner: Any, state: AdapterState) -> None:
     global _rows
     if runner.is_draft_worker:
         return
-    from ._split_group import communicator, other_rows
+    from ._split_group import communicator, one_rank, other_rows
 
-    why = other_rows()
+    why = one_rank() or other_rows()
     if why is not None:
         state.notes.append(f"nothing is split: {why}")
         return

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 from sglang.kernels.ops.layernorm import mhc
+from sglang.srt import runtime_context
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from dsv41_dist.adapters import _hc_runtime, hc_fused
@@ -138,6 +139,40 @@ def hc_flow(rank, args):
     # Without a gate nothing below 512 rows is measured.
     fused._min_rows = None
     out["no gate"] = fires(prefill, big)
+    out["variants"] = _variants(args)
+    out["off"] = _ranks_with_other_rows(args)
+    return out
+
+
+def _variants(args) -> list:
+    """Row counts of one power of two for which stock takes another tile height: each height is decided of its own.
+
+    The stand-in for stock gives each height other bits; the one for the fused pass has those of the first.
+    """
+    state, fused = _attached(args)
+    heights = {rows: mhc._block_m_for(rows) for rows in (2048, 2049, 4095)}
+    case = {rows: (torch.ones(rows, 1),) for rows in heights}
+    real = _hc_runtime.fused_stats
+    _hc_runtime.fused_stats = lambda mhc, plan, arguments: (arguments[0] * heights[2048],)
+    seen: list = []
+    with fused.prefill():
+        for rows in (2048, 2048, 2049, 2048, 4095):
+            before = state.fired
+            got = fused.run(lambda x: (x * mhc._block_m_for(x.shape[0]),), case[rows])
+            seen.append([float(got[0][0]) == heights[rows], state.fired - before])
+    _hc_runtime.fused_stats = real
+    return [seen, list(state.notes)]
+
+
+def _ranks_with_other_rows(args) -> dict:
+    out = {}
+    real = runtime_context.get_parallel  # the real object refuses a width that the group was not built with
+    for name in ("attn_dp_size", "attn_cp_size"):
+        widths = {"tp_size": 2, "attn_dp_size": 1, "attn_cp_size": 1, name: 2}
+        runtime_context.get_parallel = lambda widths=widths: SimpleNamespace(**widths)
+        state, fused = _attached(args)
+        out[name] = [fused is None, list(state.notes)]
+    runtime_context.get_parallel = real
     return out
 
 

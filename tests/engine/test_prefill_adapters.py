@@ -266,9 +266,18 @@ def test_sizes_decide_at_their_first_prefill_call_and_nothing_else_enters(probe,
     assert out["shard of 2, deciding, decided"] == [stock, fused]
     assert out["2 rows of their own"] == stock
     assert out["no gate"] == stock
+    # From 2049 rows on stock has another tile: what was seen at 2048 says nothing of it.
+    decides, off = [True, 0], [True, 0]
+    assert out["variants"][0] == [decides, fused, decides, off, off]
+    assert [note.split(": ")[0] for note in out["variants"][1]] == [
+        "from 2048 rows, stock tile 16",
+        "off for good at 2048 rows, stock tile 32",
+    ]
+    why = "the ranks do not run the same rows"
+    assert out["off"] == {name: [True, [f"off: {name} is 2: {why}"]] for name in ("attn_dp_size", "attn_cp_size")}
     assert out["notes"] == [
-        "from 4 rows: fused, not timed (16 rows, 1 stages)",
-        "from 4 rows (2 on a rank): fused, not timed (16 rows, 1 stages)",
+        "from 4 rows, stock tile 8: fused, not timed (16 rows, 1 stages)",
+        "from 4 rows (2 on a rank), stock tile 8: fused, not timed (16 rows, 1 stages)",
     ]
     assert out["calls"] == {"too few rows": 3, "no prefill": 4, "graph capture": 1}
 
@@ -280,7 +289,7 @@ def test_a_bit_or_a_failure_on_one_rank_turns_it_off_for_good(probe):
             same, fired, notes, calls = one[name]
             assert (same, fired, calls) == ([True] * 3, 0, {"differs from stock": 2}), name
             assert len(notes) == 1
-            assert notes[0].startswith("off for good at 4 rows: rank 1: input 0: ")
+            assert notes[0].startswith("off for good at 4 rows, stock tile 8: rank 1: input 0: ")
             assert reason in notes[0]
     # Ranks may run different plans, where both have the stock bits.
     plans = [one["one plan is right"][2][0] for one in ranks]

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-ROWS = (512, 1000, 2048, 4096, 8192)
+ROWS = (512, 1000, 2048, 2049, 4096, 8192)  # stock has another tile height from 2049 on
 K, STREAMS, ITERATIONS = 20480, 4, 20
 MIX = (2 + STREAMS) * STREAMS
 INPUTS = 1000  # for each row count
