@@ -11,9 +11,9 @@ from dsv41_dist.comm.transports.base import Transport
 
 
 class Staged(Transport):
-    """A transport that must be prepared; the base transport carries for it."""
+    """In the place of a transport that must be prepared; the base transport carries for it."""
 
-    name = "staged"
+    name = "roce"
     needs_prepare = True
 
     def __init__(self, inner: Transport) -> None:
@@ -54,8 +54,8 @@ class InCapture(Communicator):
 @pytest.fixture
 def staged(comm):
     base = comm.table.fallback
-    routes = tuple(Route(op, None, "staged") for op in ("all_reduce", "all_gather", "all_gather_columns"))
-    transports = {base: comm.transports[base], "staged": Staged(comm.transports[base])}
+    routes = tuple(Route(op, None, "roce") for op in ("all_reduce", "all_gather", "all_gather_columns"))
+    transports = {base: comm.transports[base], "roce": Staged(comm.transports[base])}
     return InCapture(
         comm.ranks, transports, RouteTable(base, routes), comm._watch, comm._control, comm.agreement
     )  # fmt: skip
@@ -79,8 +79,8 @@ def test_a_column_gather_is_declared_by_its_split_whatever_the_shard(staged, dec
     base = staged.table.fallback
     assert routes_of(staged, "all_gather_columns", mine, **facts) == {base}
     staged.prepare([Call("all_gather_columns", (6, width), torch.bfloat16, -1, split=split)], label="prepare")
-    assert [call.op for call in staged.transports["staged"].prepared] == ["all_gather_columns"]
-    assert routes_of(staged, "all_gather_columns", mine, **facts) == {"staged"}
+    assert [call.op for call in staged.transports["roce"].prepared] == ["all_gather_columns"]
+    assert routes_of(staged, "all_gather_columns", mine, **facts) == {"roce"}
     got = staged.all_gather_columns(mine, split, label="columns")
     want = torch.cat([torch.full((6, size), float(r)) for r, size in enumerate(split.sizes)], 1).bfloat16()
     assert torch.equal(got, want)
@@ -89,7 +89,7 @@ def test_a_column_gather_is_declared_by_its_split_whatever_the_shard(staged, dec
     assert routes_of(staged, "all_gather_columns", mine.float(), **facts) == {base}
     other = Split(split.n, split.sizes[::-1])
     assert routes_of(staged, "all_gather_columns", mine, dim=1, split=other) == (
-        {"staged"} if other.sizes == split.sizes else {base}
+        {"roce"} if other.sizes == split.sizes else {base}
     )
 
 
@@ -98,7 +98,7 @@ def test_rows_are_gathered_on_the_declared_route_too(staged):
     scale = Split(heights.n * 4, tuple(size * 4 for size in heights.sizes))
     mine = torch.full((heights.size(staged.ranks.rank), 4), float(staged.ranks.rank))
     staged.prepare([Call("all_gather_columns", (heights.n, 4), torch.float32, 0, split=scale)], label="prepare")
-    assert routes_of(staged, "all_gather_columns", mine, dim=0, split=scale) == {"staged"}
+    assert routes_of(staged, "all_gather_columns", mine, dim=0, split=scale) == {"roce"}
     got = staged.all_gather_rows(mine, heights, label="rows")
     assert torch.equal(got[:, 0], torch.cat([torch.full((s,), float(r)) for r, s in enumerate(heights.sizes)]))
 
@@ -107,12 +107,12 @@ def test_other_operations_are_declared_by_their_shape(staged):
     x = torch.ones(6, 16)
     base = staged.table.fallback
     staged.prepare([Call("all_reduce", (6, 16), torch.float32, reduce_op="sum")], label="prepare")
-    assert routes_of(staged, "all_reduce", x, reduce_op="sum") == {"staged"}
+    assert routes_of(staged, "all_reduce", x, reduce_op="sum") == {"roce"}
     assert routes_of(staged, "all_reduce", x, reduce_op="max") == {base}
     assert routes_of(staged, "all_reduce", x[:3], reduce_op="sum") == {base}
     assert routes_of(staged, "all_gather", x, dim=1) == {base}
     staged.prepare([Call("all_gather", (6, 16), torch.float32, -1)], label="prepare")
-    assert routes_of(staged, "all_gather", x, dim=1) == {"staged"}
+    assert routes_of(staged, "all_gather", x, dim=1) == {"roce"}
     assert routes_of(staged, "all_gather", x, dim=0) == {base}
 
 
