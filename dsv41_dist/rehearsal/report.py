@@ -148,7 +148,8 @@ def _adapters(outcome: Outcome) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("adapter", "state", "guarantee", "patched", "fired on", "times on rank 0")]
     for entry in (outcome.boot_report or {}).get("adapters", []):
         counts = outcome.fired.get(entry["adapter"], [])
-        state = "fired" if any(counts) else entry["state"]
+        # What the engine does by itself stays its own; the counts are of what is added to it.
+        state = "fired" if any(counts) and entry["state"] != "native" else entry["state"]
         # The engine kills its ranks at the end, so the report's own last word is missing.
         state = "never fired" if state == "installed" and not outcome.problem else state
         on = f"{sum(map(bool, counts))} of {len(counts)} ranks"

@@ -234,3 +234,9 @@ def test_the_last_line_is_the_verdict():
     assert "tokens                  equal (greedy; sampled: same count only)\n" in free
     bad = text(boots, None, ["lost rank 2"], [], "head", 12.0)
     assert bad.splitlines()[-2:] == ["- lost rank 2", "NOT READY: 2 boot(s), 12 s"]
+
+
+def test_an_adapter_that_the_engine_has_itself_stays_native_when_it_is_called():
+    report = text([outcome(), reported("native", counts=(5, 5, 5, 5))], None, [], [], "head", 1.0)
+    (line,) = [line.split() for line in report.splitlines() if line.strip().startswith("some ")]
+    assert line == ["some", "native", "bit-identical", "1", "4", "of", "4", "ranks", "5"]
