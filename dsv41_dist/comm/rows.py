@@ -105,17 +105,26 @@ class RowScope:
         self._check(f"gather {label!r}", held, self.held)
         if self.sharded:
             return self.comm.all_gather(held, 0, out=out, label=label)
-        return held if out is None else out.copy_(held)
+        if out is None:
+            return held
+        if out.shape != held.shape or out.dtype != held.dtype:
+            raise ArgumentError(
+                f"gather {label!r} on rank {self.comm.ranks.rank} out: {tuple(out.shape)} {out.dtype}, needed is"
+                f" {tuple(held.shape)} {held.dtype}"
+            )
+        return out.copy_(held)
 
     def scatter(self, partial: torch.Tensor, *, label: str) -> torch.Tensor:
-        """The held rows of the sum over ranks: [rows, ...] per rank -> [held, ...], contiguous.
+        """The held rows of the sum over ranks: [rows, ...] per rank -> [held, ...], contiguous, without keeping the
+        others alive.
 
         Dtypes of `Communicator.all_reduce`. `partial` may be overwritten in mode exact.
         """
         self._check(f"scatter {label!r}", partial, self.rows)
         if self.mode == "exact":
             whole = self._all_reduce(partial) if self._all_reduce else self.comm.all_reduce(partial, label=label)
-            return self.take(whole).contiguous()
+            mine = self.take(whole)
+            return mine.clone(memory_format=torch.contiguous_format) if self.sharded else mine.contiguous()
         mine = self.comm.reduce_scatter(partial, label=label)
         return self.comm.all_gather(mine, 0, label=label) if self.mode == "comm" else mine
 
@@ -123,14 +132,27 @@ class RowScope:
         """Rows `index` (int64 [n], of the whole batch, the same on every rank) of what the ranks hold: [held, ...] per
         rank -> [n, ...] on every rank. Any dtype; a byte copy (bit-identical), without moving the other rows.
 
-        Each row has one owner; the others add zero bytes, so the sum of bytes is the owner's row.
+        Each row has one owner; the others add zero bytes, so the sum of bytes is the owner's row. 0 <= index < rows;
+        unchecked on CUDA, where reading the index would make the host wait.
         """
         self._check(f"select {label!r}", held, self.held)
+        if index.dim() != 1 or index.dtype != torch.int64:
+            raise ArgumentError(
+                f"select {label!r} on rank {self.comm.ranks.rank} index: {tuple(index.shape)} {index.dtype}, needed is"
+                f" [n] {torch.int64}"
+            )
+        if index.is_cpu and len(index) and not 0 <= int(index.min()) <= int(index.max()) < self.rows:
+            raise ArgumentError(
+                f"select {label!r} on rank {self.comm.ranks.rank} index: {int(index.min())} to {int(index.max())},"
+                f" allowed is 0 to {self.rows - 1}"
+            )
         if not self.sharded:
             return held[index]
         local = index - self.start
         mine = (local >= 0) & (local < self.held)
         picked = held[local.clamp(0, self.held - 1)].contiguous()
+        if picked.nbytes == 0:
+            return picked
         as_bytes = picked.view(len(index), picked.shape[1:].numel()).view(torch.uint8)
         as_bytes.mul_(mine.unsqueeze(-1))
         return self.comm.all_reduce(as_bytes, label=label).view(picked.dtype).view(picked.shape)

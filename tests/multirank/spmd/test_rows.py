@@ -93,6 +93,39 @@ def test_select_gives_the_bytes_of_those_rows(comm, mode, dtype):
         scope.select(full[:0], torch.tensor([0]), label="pick")
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_select_refuses_an_index_that_is_none_before_anything_moves(comm, mode):
+    rows = 2 * comm.ranks.size
+    scope = RowScope(comm, rows, mode)
+    mine = scope.take(torch.ones(rows, 2))
+    for index, said in (
+        (torch.tensor([-1]), f"index: -1 to -1, allowed is 0 to {rows - 1}"),
+        (torch.tensor([0, rows]), f"index: 0 to {rows}, allowed is 0 to {rows - 1}"),
+        (torch.tensor([[1], [0]]), r"index: \(2, 1\) torch.int64, needed is \[n\] torch.int64"),
+        (torch.ones(rows, dtype=torch.bool), f"index: \\({rows},\\) torch.bool, needed is"),
+    ):
+        with pytest.raises(ArgumentError, match=f"select 'pick' on rank {comm.ranks.rank} {said}"):
+            scope.select(mine, index, label="pick")
+    assert scope.select(mine[:, :0], torch.tensor([1, 0]), label="pick").shape == (2, 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gather_refuses_an_output_of_another_kind(comm, mode):
+    rows = 2 * comm.ranks.size
+    scope = RowScope(comm, rows, mode)
+    mine = scope.take(torch.ones(rows, 1))
+    for out in (torch.zeros(rows, 1, dtype=torch.int16), torch.zeros(rows, 5)):
+        with pytest.raises(ArgumentError, match=r"needed is \(\d+, 1\) torch.float32"):
+            scope.gather(mine, out=out, label="rows")
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_scatter_keeps_no_rows_of_others_alive(comm, mode):
+    rows = 2 * comm.ranks.size
+    got = RowScope(comm, rows, mode).scatter(torch.ones(rows, 3), label="sum")
+    assert got.untyped_storage().nbytes() == got.nbytes
+
+
 def test_what_cannot_be_split_is_a_value_with_a_reason(comm):
     rows = comm.ranks.size + 1
     plan = RowScope.plan(comm, rows, "fast")
