@@ -242,13 +242,15 @@ class _Collectives:
         """Why a call is left to the engine; from what is equal on every rank."""
         import torch
 
+        from ..comm import SUM_DTYPES
+
         if x.nbytes > self.limits[op]:
             return "too large"
         if x.nbytes == 0:
             return "empty"
         if not x.is_contiguous():
             return "not contiguous"
-        if x.dtype == torch.bool or x.is_complex():
+        if x.dtype == torch.bool or x.is_complex() or (op == "all_reduce" and x.dtype not in SUM_DTYPES):
             return "dtype"
         return None if self.comm.route_name(op, x, **facts) == self.transport else f"not for {self.transport}"
 
