@@ -11,6 +11,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,8 @@ class Debug:
         self._found: list[str] = []
         self._sums_differ = 0
         self._largest = 0.0
+        if options.dump is not None:
+            _try_folder(options.dump, comm.ranks.rank)
         self._note = len(state.notes)
         if options.compare:
             state.notes.append("compare: nothing yet")
@@ -177,11 +180,13 @@ class Debug:
             return
         self._found.append(f"{where} {name}: {differing} of {total} bytes differ")
         if self._options.dump is not None:
-            folder = Path(self._options.dump)
-            folder.mkdir(parents=True, exist_ok=True)
             rank = self._comm.ranks.rank
-            file = folder / f"chunk{self.chunks}_{where}_{name}_{self.ops}_rank{rank}.pt".replace(" ", "_")
-            torch.save({"sharded": ours, "stock": [t.clone() for t in stocks]}, file)
+            file = f"chunk{self.chunks}_{where}_{name}_{self.ops}_rank{rank}.pt".replace(" ", "_")
+            try:
+                torch.save({"sharded": ours, "stock": [t.clone() for t in stocks]}, Path(self._options.dump, file))
+            except (OSError, RuntimeError) as error:  # torch's writer raises the second
+                # The other ranks are on their way into the next gather: a dump is not worth leaving them there.
+                self._found.append(f"DSV41_PREFILL_SP_DEBUG_DUMP={self._options.dump}: {file} not written: {error}")
 
     def _fingerprint(self, where: str, name: str, out: Any) -> None:
         if self._options.fingerprints:
@@ -201,6 +206,21 @@ class Debug:
         if op == "hc_combine":
             of = " attn" if arguments["norm"] is layer.input_layernorm else " ffn"
         return f"layer {getattr(layer, 'layer_id', '?')}{of}"
+
+
+def _try_folder(name: str, rank: int) -> None:
+    """Make the folder and write into it now: a chunk is no place to find out that it cannot be."""
+    from ..engine.refusal import refuse
+
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=name) as file:
+            file.write(b"0")
+    except OSError as error:
+        refuse(
+            f"prefill_sp: DSV41_PREFILL_SP_DEBUG_DUMP={name} cannot be written on rank {rank}: {error}",
+            "Name a folder that can be made and written, or unset it.",
+        )
 
 
 def _mapped(value: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:

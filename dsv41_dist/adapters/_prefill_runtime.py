@@ -49,6 +49,8 @@ class Options(NamedTuple):
             raise ValueError("DSV41_PREFILL_SP=comm swaps the all-reduce that DSV41_PREFILL_SP_EXACT=1 keeps: set one")
         if gates["DSV41_PREFILL_SP_DEBUG_DUMP"] and "compare" not in debug:
             raise ValueError("DSV41_PREFILL_SP_DEBUG_DUMP needs DSV41_PREFILL_SP_DEBUG=compare")
+        if gates["DSV41_PREFILL_SP_DEBUG_CHUNKS"] and not debug:
+            raise ValueError("DSV41_PREFILL_SP_DEBUG_CHUNKS needs DSV41_PREFILL_SP_DEBUG=compare or fp")
         return cls(
             mode="comm" if comm else "exact" if exact else "fast",
             min_rows=gates["DSV41_PREFILL_SP_MIN_ROWS"],
@@ -86,6 +88,7 @@ class Prefill:
         self._wkv = SelfCheck(comm.agreement, "prefill_sp:wkv")
         self._note = len(state.notes)
         state.notes.append("")
+        self._whole_at: dict[int, int] = {}  # layer -> sizes at which its wkv is whole
         self._engrams = {
             id(layer.engram): index for index, layer in enumerate(model.layers) if getattr(layer, "engram", None)
         }
@@ -173,11 +176,18 @@ class Prefill:
         key = (self._engrams[id(module)], rows)
         out = self._wkv.run(key, whole, shard, table_rows)
         if not self._wkv.verdict(key):
-            why = self._wkv.reasons[key]
-            self._state.notes.append(f"layer {key[0]} engram.wkv at {rows} rows: whole on every rank, {why}")
+            self._whole_at[key[0]] = self._whole_at.get(key[0], 0) + 1
+            if self._whole_at[key[0]] == 1:  # the sizes after it are counted
+                why = self._wkv.reasons[key]
+                self._state.notes.append(f"layer {key[0]} engram.wkv at {rows} rows: whole on every rank, {why}")
+            self._say()
         return out
 
     def _say(self) -> None:
         stock = ", ".join(f"{count} {why}" for why, count in self.stock.items())
         text = f"{self.sharded} chunks sharded ({self.options.mode}), {sum(self.stock.values())} stock"
-        self._state.notes[self._note] = f"{text}: {stock}" if stock else text
+        if stock:
+            text += f": {stock}"
+        for layer, sizes in self._whole_at.items():
+            text += f"; layer {layer} engram.wkv whole at {sizes} sizes"
+        self._state.notes[self._note] = text
