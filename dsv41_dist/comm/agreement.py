@@ -127,7 +127,8 @@ class SelfCheck:
         """The output for `args`: of `fast` once the key has passed, of `stock` otherwise (and on the deciding call).
 
         `probes` are further argument tuples to compare on (for example random inputs of the same shape). An exception
-        in `fast` counts as a difference; one in `stock` is voted as a difference and then raised.
+        in `fast` counts as a difference; one in `stock` is voted as a difference and then raised. Where the vote itself
+        fails, because a path raised on one rank and left the others in its collective, that is the cause of the error.
         """
         known = self._verdicts.get(key)
         if known is not None:
@@ -135,24 +136,32 @@ class SelfCheck:
         if capturing:
             return stock(*args)
         expected: Any = None
-        failure: Exception | None = None
+        failure: Exception | None = None  # of the stock path
+        cause: Exception | None = None  # of either
         difference: str | None = None
         for index, inputs in enumerate([args, *probes]):
             try:
                 wanted = stock(*inputs)
             except Exception as error:
-                failure, difference = error, f"the stock path raised {type(error).__name__}"
+                failure = cause = error
+                difference = f"the stock path raised {type(error).__name__}: {error}"
                 break
             if index == 0:
                 expected = wanted
             try:
                 difference = same_bytes(wanted, fast(*inputs))
             except Exception as error:
+                cause = error
                 difference = f"the fast path raised {type(error).__name__}: {error}"
             if difference is not None:
                 difference = f"input {index}: {difference}"
                 break
-        agreed = self._agreement.agree(difference is None, label=f"self_check:{self._name}:{key}")
+        try:
+            agreed = self._agreement.agree(difference is None, label=f"self_check:{self._name}:{key}")
+        except Exception as error:
+            if cause is not None:
+                raise error from cause
+            raise
         self._verdicts[key] = agreed
         if not agreed:
             everyone = self._agreement.gather(difference or "", label=f"self_check:{self._name}:why")

@@ -99,6 +99,28 @@ def test_self_check_votes_before_it_raises_what_stock_raised():
     assert agreement.asked[0][0] is False
 
 
+@pytest.mark.parametrize("fails", ["stock", "fast"])
+def test_a_vote_that_fails_after_a_path_did_names_its_cause(fails):
+    def lost(flag, *, label):
+        raise TransportError("missing")
+
+    def works(x):
+        return x
+
+    def breaks(x):
+        raise MemoryError("no room")
+
+    agreement = Alone()
+    agreement.agree = lost
+    paths = [breaks if fails == name else works for name in ("stock", "fast")]
+    with pytest.raises(TransportError, match="missing") as caught:
+        SelfCheck(agreement, "layer").run("k", *paths, torch.ones(1))
+    assert isinstance(caught.value.__cause__, MemoryError)
+    with pytest.raises(TransportError) as caught:
+        SelfCheck(agreement, "layer").run("k", works, works, torch.ones(1))
+    assert caught.value.__cause__ is None
+
+
 def test_settings_defaults_and_values():
     assert CommSettings.from_env({}) == CommSettings(300.0, 100.0, 0.25, False, None)
     env = {"DSV41_COMM_TIMEOUT_S": "7.5", "DSV41_COMM_CHECK": "on", "DSV41_COMM_LOG": "/x"}
