@@ -157,22 +157,33 @@ class SplitLayer:
         )
         whole, skipped = stock(self._module, x)
         if same_columns:
+            columns: torch.Tensor | None = None
+            failure: Exception | None = None
+            try:
+                columns = self._columns(x)
+            except Exception as error:
+                failure = error
+            # A rank without columns would leave the others in the gather.
+            everyone = self._checks.comm.agreement.agree(failure is None, label="replicated_split:columns")
+
+            def gathered(variant: str) -> Callable[[Any], torch.Tensor]:
+                def fast(_: Any) -> torch.Tensor:
+                    if failure is not None:
+                        raise failure
+                    # Not of everyone: nothing is gathered, and the vote of the rank without columns decides.
+                    return self._gathered(columns, variant) if everyone and columns is not None else whole
+
+                return fast
+
             rows, dtype = whole.shape[0], whole.dtype
-            self._checks.prepare("all_gather", [(rows, self.split.widest)], dtype, None)
-
-            def padded(v: Any) -> torch.Tensor:
-                return self._gathered(self._columns(v), "padded")
-
-            if passes("gather", self.name, versioned, lambda _: whole, padded, x):
+            if everyone:
+                self._checks.prepare("all_gather", [(rows, self.split.widest)], dtype, None)
+            if passes("gather", self.name, versioned, lambda _: whole, gathered("padded"), x):
                 variant = "padded"
                 if self._options.compact and not self.split.even:
                     widths = [(rows, size) for size in self.split.sizes]
                     self._checks.prepare("all_gather_columns", widths, dtype, self.split)
-
-                    def compact(v: Any) -> torch.Tensor:
-                        return self._gathered(self._columns(v), "compact")
-
-                    if passes("compact", self.name, versioned, padded, compact, x):
+                    if passes("compact", self.name, versioned, lambda _: whole, gathered("compact"), x):
                         variant = "compact"
         self._variants[key] = variant
         return whole, skipped

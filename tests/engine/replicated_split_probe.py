@@ -112,6 +112,27 @@ def one_rank_is_off(rank, args):
     return {"result": result, "notes": state.notes}
 
 
+def one_rank_fails(rank, args):
+    """Rank 1's slice raises in the checks of the columns, at first and on a probe, and where it is about to gather."""
+    out = {}
+    for at in (1, 3, 5):
+        layer = linear(1792, 64, torch.bfloat16)
+        stock_apply, calls = layer.quant_method.apply, []
+
+        def apply(part, x, bias=None, at=at, stock_apply=stock_apply, calls=calls):
+            if isinstance(part, SimpleNamespace):
+                calls.append(part)
+                if rank == 1 and len(calls) == at:
+                    raise MemoryError("no room for the slice")
+            return stock_apply(part, x, bias)
+
+        layer.quant_method.apply = apply
+        state = state_of("replicated_split")
+        attach(args, {ATTN.format(0): layer}, "wqkv_a")
+        out[at] = {**drive("fails", layer, [6]), "note": state.notes[-1]}
+    return out
+
+
 def capture(rank, args):
     """In a capture a row count that is not decided is stock, one that is decided is split; nothing is voted."""
     layer = linear(1792, 64, torch.bfloat16)
@@ -221,7 +242,9 @@ def fp8(rank, args):
     return {"results": [*results, wrong], "notes": notes}
 
 
-SCENES = {f.__name__: f for f in (plain, published_shape, one_rank_is_off, capture, reloaded, declines, fp8)}
+SCENES = {
+    f.__name__: f for f in (plain, published_shape, one_rank_is_off, one_rank_fails, capture, reloaded, declines, fp8)
+}
 
 
 def main() -> None:

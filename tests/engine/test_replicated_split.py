@@ -18,7 +18,7 @@ SCENES = {
     "0.5.22": ["plain:4", "fp8:4"],
     "0.5.23": [
         *("plain:4", "plain:3", "plain:2", "fp8:4", "published_shape:4", "one_rank_is_off:4"),
-        *("capture:2", "reloaded:2", "declines:2"),
+        *("one_rank_fails:2", "capture:2", "reloaded:2", "declines:2"),
     ],
 }
 
@@ -119,6 +119,14 @@ def test_one_bit_on_one_rank_turns_the_split_off_on_all_and_the_rank_is_named(pr
         assert one["notes"][1:] == [
             f"{ATTN.format(0)} at ('bfloat16', 6): stock, rank 2: input 0: 1 of 4608 bytes differ"
         ]
+
+
+def test_a_rank_without_its_slice_leaves_no_other_in_the_gather(probe):
+    for one in probe("0.5.23", "one_rank_fails:2"):
+        for at, index in (("1", 0), ("3", 2), ("5", 0)):
+            assert (one[at]["variants"], one[at]["equal"], one[at]["fired"]) == (["stock"], [True], [0]), at
+            why = f"rank 1: input {index}: the fast path raised MemoryError: no room for the slice"
+            assert one[at]["note"] == f"{ATTN.format(0)} at ('bfloat16', 6): stock, {why}"
 
 
 def test_a_capture_uses_what_is_decided_and_votes_on_nothing(probe):
