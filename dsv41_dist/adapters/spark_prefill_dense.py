@@ -7,9 +7,9 @@ consumer, on DeepGEMM scores and on torch scores. The sparse-table consumer stay
 the row set, and it scores the published blocks only. The query projection, the index keys and the table that a sparse
 source publishes are made from all rows on every rank, as before.
 
-Guarantee: bit-identical, given kernels that treat each row by itself. The first call of each kind and size is held
-against the stock selection on every rank; all ranks divide it from then on, or none. Decode, verify, draft runners,
-captured graphs and the 0.5.23 prefill graph's breaks are stock.
+Guarantee: bit-identical, given kernels that treat each row by itself. The first call of each kind and size with enough
+context for a choice is held against the stock selection on every rank; all ranks divide it from then on, or none.
+Decode, verify, draft runners, captured graphs and the 0.5.23 prefill graph's breaks are stock.
 Source: the published adapter line; the split by rows is sequence parallelism without a reduction (arXiv 2205.05198).
 """
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from .base import Adapter, AdapterState, Guarantee, Patch, Target, after_load
 
 if TYPE_CHECKING:
-    from ._prefill_rows import RowsOverRanks, Selection
+    from ._prefill_rows import Contexts, RowsOverRanks, Selection
 
 __all__ = ["SparkPrefillDense", "attach"]
 
@@ -30,6 +30,8 @@ _RUNNER = "sglang.srt.model_executor.model_runner"
 _INDEXER = "sglang.srt.layers.attention.dsv4.v41_indexer"
 _SCORING, _DENSE = _INDEXER + ".scoring", _INDEXER + ".dense_blocks"
 _TABLE, _FULL = _INDEXER + ".sparse_table", _INDEXER + ".full_topk"
+
+_TABLE_BLOCK = 8  # positions a block of the sparse table, which the release asserts
 
 _rows: RowsOverRanks | None = None  # made by `attach`; one target model per process
 
@@ -113,7 +115,7 @@ def _layer(original: Any) -> Any:
         if why is not None:
             _rows.stock(why)
             return original(self, layer, x, q_lora, req, pos, forward_batch, **more)
-        with _rows.layer(layer.indexer.n_heads):
+        with _rows.layer(layer.indexer.n_heads, layer.indexer.index_topk, layer.compress_ratio):
             return original(self, layer, x, q_lora, req, pos, forward_batch, **more)
 
     return _low_ratio_index_topk
@@ -155,6 +157,12 @@ def _cut(data: Any, window: slice) -> Any:
     return msgspec.structs.replace(data, rows_per_request=counts, **cut)
 
 
+def _contexts(data: Any) -> Contexts:
+    from ._prefill_rows import Contexts
+
+    return Contexts(data.rows_per_request, data.lens_per_request)
+
+
 def _full_topk(original: Any) -> Any:
     def dense_prefill_topk(data: Any, kv: Any, **how: Any) -> Any:
         out = how.get("out")  # 0.5.22 and later write into it; 0.5.21 returns the selection
@@ -167,7 +175,7 @@ def _full_topk(original: Any) -> Any:
             original(part, kv, out=picks)
             return (picks,)
 
-        picked = _rows.run("full_topk", data.num_rows, compute) if _rows is not None else None
+        picked = _rows.run("full_topk", data.num_rows, compute, _contexts(data)) if _rows is not None else None
         if picked is None:
             return original(data, kv, **how)
         if out is None:
@@ -180,9 +188,13 @@ def _full_topk(original: Any) -> Any:
 
 def _publish_blocks(original: Any) -> Any:
     def _publish_prefill_blocks(*, data: Any, **rest: Any) -> Any:
+        def compute(window: slice) -> Selection:
+            return original(data=_cut(data, window), **rest)
+
         picked = None
         if _rows is not None:
-            picked = _rows.run("publish", data.num_rows, lambda rows: original(data=_cut(data, rows), **rest))
+            blocks = rest["topk_blocks"] * rest["block_size"]
+            picked = _rows.run("publish", data.num_rows, compute, _contexts(data), blocks)
         return original(data=data, **rest) if picked is None else picked
 
     return _publish_prefill_blocks
@@ -193,7 +205,7 @@ def _consume_blocks(original: Any) -> Any:
         def compute(window: slice) -> Selection:
             return (original(data=_cut(data, window), blocks=blocks[window], **rest),)
 
-        picked = _rows.run("consume", data.num_rows, compute) if _rows is not None else None
+        picked = _rows.run("consume", data.num_rows, compute, _contexts(data)) if _rows is not None else None
         return original(data=data, blocks=blocks, **rest) if picked is None else picked[0]
 
     return _consume_prefill_blocks
@@ -240,7 +252,10 @@ def _publish_table(original: Any) -> Any:
                 _table.scored, _table.blocks = False, None
 
         whole = {"data": data, "index_page_table": index_page_table, "out_positions": out_positions, **rest}
-        picked = _rows.run("publish_table", data.num_rows, compute) if _rows is not None else None
+        picked = None
+        if _rows is not None:
+            blocks = rest["topk_blocks"] * _TABLE_BLOCK
+            picked = _rows.run("publish_table", data.num_rows, compute, _contexts(data), blocks)
         if picked is None:
             return original(**whole)
         out_positions.copy_(picked[0])
@@ -301,7 +316,13 @@ def _torch_rows(original: Any, kind: str) -> Any:
                 picks.append(_as_wide(published.blocks[window], min(self.topk_blocks, -(-context // self.block_size))))
             return tuple(picks)
 
-        picked = _rows.run(kind, rows, compute) if _rows is not None else None
+        picked = None
+        if _rows is not None:
+            from ._prefill_rows import Contexts
+
+            positions = [tokens // inputs.compress_ratio for tokens in inputs.seq_lens_cpu or ()]
+            blocks = self.topk_blocks * self.block_size if kind == "torch_publish" else 0
+            picked = _rows.run(kind, rows, compute, Contexts(inputs.rows_per_request or (), positions), blocks)
         if picked is None:
             return original(self, inputs, *rest, **more)
         for buffer, picks in zip(buffers, picked, strict=False):

@@ -30,6 +30,8 @@ BATCHES = {
     "nothing visible yet": Batch([1, 20, 1], [1, 40, 1]),
 }
 BUDGETS = {"smallest tile": 1, "single tile": 1 << 30, "several tiles": 1 << 14}
+# Deciding calls of every size, with choices on every rank: over all published blocks, and within them.
+CHOICES = [Batch([rows], [tokens]) for tokens in (1000, 96) for rows in (13, 20, 40, 70)]
 EVERY_BUDGET = ("ragged", "empty requests")  # the other batches: several tiles
 
 
@@ -150,8 +152,13 @@ def scenarios(rank, args):
         for turn in ("stock", "deciding", "decided"):
             if turn == "stock":
                 adapter._rows = None
+                budget(1 << 14)
+                chosen = [flow(scheme, batch, "full publish") for batch in CHOICES]
             elif turn == "deciding":
                 state = attached(args)
+                budget(1 << 14)
+                if [flow(scheme, batch, "full publish") for batch in CHOICES] != chosen:
+                    raise AssertionError(f"a deciding call is not stock: {scheme}")
             for name, batch in BATCHES.items():
                 for size, nbytes in BUDGETS.items():
                     if name not in EVERY_BUDGET and size != "several tiles":
@@ -203,6 +210,27 @@ def verdicts(rank, args):
     fakes.order["stable"] = True
     sys.modules["deep_gemm"].fp8_fp4_mqa_logits = kernel
     return out
+
+
+def short_first(rank, args):
+    """Rank 1's scores are wrong in its slice only: contexts in which every position is picked come first."""
+    fakes.install(v41_indexer)
+    budget(1 << 30)
+    long, short = BATCHES["ragged"], Batch([17, 17, 17, 18], [17, 17, 17, 18])
+    adapter._rows = None
+    want = [hashlib.sha256(Backend("torch", batch).select(batch)).hexdigest()[:8] for batch in (short, long)]
+    state, real = attached(args), Indexer.scores
+
+    def wrong(self, q, k, w):
+        rows = adapter._window.rows
+        cut = rows is not None and rows.stop - rows.start < len(long.pos)
+        return -real(self, q, k, w) if cut else real(self, q, k, w)
+
+    if rank == 1:
+        Indexer.scores = wrong
+    picks = [hashlib.sha256(Backend("torch", batch).select(batch)).hexdigest()[:8] for batch in (short, long, long)]
+    Indexer.scores = real
+    return {"same": [picks[0] == want[0], picks[1] == want[1], picks[2] == want[1]], "notes": state.notes}
 
 
 def never(rank, args):

@@ -9,11 +9,13 @@ import json
 import sys
 
 from tests.engine.hc_scenes import hc_bits, hc_differs, hc_flow
-from tests.engine.indexer_scenes import chunked, never, scenarios, verdicts
+from tests.engine.indexer_scenes import chunked, never, scenarios, short_first, verdicts
 from tests.engine.sm12x_scenes import sm12x
 from tests.engine.split_ranks import run_world
 
-SCENES = {f.__name__: f for f in (sm12x, scenarios, verdicts, never, chunked, hc_bits, hc_flow, hc_differs)}
+SCENES = {
+    f.__name__: f for f in (sm12x, scenarios, verdicts, short_first, never, chunked, hc_bits, hc_flow, hc_differs)
+}
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ SCENES = {
     "0.5.22": ["sm12x:1", "scenarios:4", "hc_flow:1"],
     "0.5.23": [
         *("sm12x:1", "scenarios:2", "scenarios:3", "scenarios:4", "verdicts:2", "never:2", "chunked:1"),
+        "short_first:2",
         *("hc_bits:1", "hc_flow:2", "hc_differs:2"),
     ],
 }
@@ -162,7 +163,7 @@ def test_picks_and_blocks_have_the_bytes_of_the_stock_selection(probe, release, 
     assert all(one == calls[0] for one in calls)
     reasons = {why for counts in calls[0].values() for why in counts}
     few = "cannot split 10 rows: 3 tiles of 4 rows are fewer than 4 ranks"
-    assert reasons == {"fewer than 8 rows", *([few] if world == 4 else [])}
+    assert reasons == {"fewer than 8 rows", *([few] if world == 4 else [])}  # and nothing was left undecided
 
 
 def test_the_rows_of_a_chunk_are_scored_once_by_the_group(probe):
@@ -192,11 +193,20 @@ def test_an_order_that_stock_does_not_keep_either_is_no_difference(probe):
     ranks = probe("0.5.23", "verdicts:2")
     for one in ranks:
         assert one["unstable"]["fired"] == 2
-        assert one["unstable"]["notes"] == ["full_topk from 64 rows: (36, 33) rows a rank, as stock"]
+        assert one["unstable"]["notes"] == ["full_topk from 64 rows, over 16 positions: (36, 33) rows a rank, as stock"]
     # The gathered picks are one order for all ranks, and another in each call.
     first, second = (one["unstable"]["picks"] for one in ranks)
     assert first[1:] == second[1:]
     assert len({*first}) == 3
+
+
+def test_contexts_without_a_choice_decide_nothing_for_longer_ones(probe):
+    for one in probe("0.5.23", "short_first:2"):
+        assert one["same"] == [True] * 3
+        short, long, counted = one["notes"]
+        assert short == "torch_full_topk from 64 rows, nothing to choose: (36, 33) rows a rank, as stock"
+        assert long.startswith("torch_full_topk from 64 rows, over 16 positions: stock, rank 0: input 0: ")
+        assert counted.endswith("did not give the stock selection: 1 calls")
 
 
 def test_draft_decode_verify_and_capture_never_enter(probe):
