@@ -10,6 +10,7 @@ is measured where it is used, agreed, frozen, and refused anywhere else.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -49,14 +50,16 @@ class Calibration:
     table: RouteTable
 
     def save(self, path: str | Path) -> Calibration:
-        """Write JSON; every rank may write its own copy, they are equal."""
+        """Write JSON, at once or not at all: every rank may write the same file, they write the same."""
         text = {
             "hardware": self.hardware,
             "table": self.table.as_json(),
             "digest": self.table.digest(),
             "rows": self.rows,
         }
-        Path(path).write_text(json.dumps(text, indent=1))
+        partial = Path(f"{path}.{platform.node()}.{os.getpid()}")
+        partial.write_text(json.dumps(text, indent=1))
+        partial.replace(path)
         return self
 
     @classmethod
@@ -102,11 +105,11 @@ def calibrate(comm: Communicator, *, sizes: Sequence[int] = SIZES, repeats: int 
     """Measure and agree; collective. bf16; on CUDA inside graphs, as decode runs. About 10 s for all sizes on two GPUs.
 
     Args:
-        sizes: bytes per call as `Route` counts them, ascending.
+        sizes: bytes per call as `Route` counts them, in any order.
     Raises what a transport raises, and DisagreementError when ranks do not describe the same hardware.
     """
-    facts = hardware(comm)
-    comm.agreement.same_everywhere([facts, list(sizes), repeats], label=label)
+    facts, sizes = hardware(comm), sorted(set(sizes))
+    comm.agreement.same_everywhere([facts, sizes, repeats], label=label)
     rows: list[tuple[str, int, dict[str, float]]] = []
     for op in OPS:
         for nbytes in sizes:

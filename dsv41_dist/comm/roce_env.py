@@ -29,6 +29,10 @@ MAX_HCAS = 2
 _FLAG_ROOM = 64 << 10
 
 
+_SPINS = "B12X_ROCE_SPIN_LIMIT"
+_BLANK_IS_UNSET = ("B12X_ROCE_GID_INDEX", "NCCL_IB_GID_INDEX")
+
+
 @dataclass(frozen=True)
 class RoceSettings:
     """root: folder that holds sys, proc, dev and usr of the host; max_mib: largest call in MiB of what a rank sends."""
@@ -111,7 +115,7 @@ class _Reader:
 
     def read(self) -> HostFacts:
         traffic = self._number(("B12X_ROCE_TRAFFIC_CLASS", "NCCL_IB_TC"), 0, 0, 255)
-        spins = self._number(("B12X_ROCE_SPIN_LIMIT",), 0, 1, 2**32 - 1)
+        spins = self._number((_SPINS,), 0, 1, 2**32 - 1, base=10)
         names = self._chosen()
         usable = [name for name in names if self._usable(name)]
         index = self._gid_index(usable)
@@ -130,13 +134,14 @@ class _Reader:
         except (OSError, UnicodeDecodeError):  # an empty GID slot answers with EINVAL
             return ""
 
-    def _number(self, names: Sequence[str], default: int, low: int, high: int) -> int:
+    def _number(self, names: Sequence[str], default: int, low: int, high: int, base: int = 0) -> int:
         for name in names:
             text = self.env.get(name)
-            if text is None or (not text.strip() and name != "B12X_ROCE_TRAFFIC_CLASS" and name != "NCCL_IB_TC"):
+            # Read as b12x does: an empty traffic class is a bad one there, and so is a blank spin limit.
+            if text is None or (not text.strip() and name in _BLANK_IS_UNSET) or (not text and name == _SPINS):
                 continue
             try:
-                value = int(text, 0)
+                value = int(text, base)
             except ValueError:
                 value = low - 1
             if low <= value <= high:
@@ -186,7 +191,11 @@ class _Reader:
         exclude = text.startswith("^")
         exact = text.lstrip("^").startswith("=")
         chosen: list[str] = []
-        for item in filter(None, (part.strip() for part in text.lstrip("^=").split(","))):
+        items = [part.strip() for part in text.lstrip("^=").split(",") if part.strip()]
+        if not items:
+            self._say(variable, f"{text!r} names no device", "name one, or unset it")
+            return []
+        for item in items:
             name, _, port = item.partition(":")
             if port not in ("", "1"):
                 self._say(variable, f"{item} names port {port}", "b12x uses port 1 only: name another device")
@@ -257,7 +266,7 @@ class _Reader:
         good = {name: self._good_gids(name) for name in names}
         offer = ", ".join(f"{name} has them at {_listing(good[name])}" for name in names)
         if any(self.env.get(name, "").strip() for name in ("B12X_ROCE_GID_INDEX", "NCCL_IB_GID_INDEX")):
-            index = self._number(("B12X_ROCE_GID_INDEX", "NCCL_IB_GID_INDEX"), -1, 0, 255)
+            index = self._number(_BLANK_IS_UNSET, -1, 0, 255)
             bad = [(name, fault) for name in names if index >= 0 and (fault := self._gid_fault(name, index))]
             for name, fault in bad:
                 self._say(

@@ -57,13 +57,18 @@ __device__ __forceinline__ u32 reports(const Args& a) {
   return lo.x | lo.y | lo.z | lo.w | hi.x | hi.y | hi.z | hi.w;
 }
 
+// The record keeps the call that met the failure first: kernels behind it in a replay find only the report. The call is
+// written before the reports, because a report is what the host takes for the sign that the record is there.
 __device__ __noinline__ void tell_host(const Args& a, u64 seq) {
+  if (!ld_word(a.host + 32)) {
+    st_sequence(a.host + 40, seq);
+    st_word(a.host + 32, a.kind + 1);
+  }
+  fence_system();
   for (int s = 0; s < 8; s++) {
     u32 word = ld_word(a.peer[a.rank] + 4 * s);
     if (word) st_word(a.host + 4 * s, word);
   }
-  st_word(a.host + 32, a.kind + 1);
-  st_sequence(a.host + 40, seq);
 }
 
 // missing: bit s for rank s. The report goes to every arena, so that nobody waits for the bound of its own.

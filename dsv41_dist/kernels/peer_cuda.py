@@ -91,6 +91,10 @@ class CudaDevice:
         """The GPU, the same string for every process of the host."""
         return self._runtime.deviceGetPCIBusId(self.index)
 
+    def visible(self) -> list[str]:
+        """Every GPU that this process sees, by the strings of `identity`."""
+        return [self._runtime.deviceGetPCIBusId(index) for index in range(self._runtime.getDeviceCount())]
+
     def whole_lines(self) -> bool:
         """Whether all GPUs this process sees are joined by NVLink, which delivers 128-byte stores whole."""
         count = self._runtime.getDeviceCount()

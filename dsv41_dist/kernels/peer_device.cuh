@@ -57,6 +57,7 @@ __device__ __forceinline__ u64 now_ns() {
   asm volatile("mov.u64 %0,%%globaltimer;" : "=l"(t));
   return t;
 }
+__device__ __forceinline__ void fence_system() { __threadfence_system(); }
 __device__ __forceinline__ void poll_pause() {}
 __device__ __forceinline__ u32 add_and_wrap(u64 p, u32 last) { return atomicInc((u32*)p, last); }
 __device__ __forceinline__ u32 or_word(u64 p, u32 v) { return atomicOr((u32*)p, v); }

@@ -43,7 +43,11 @@ def collectives(ranks: Ranks) -> dict[str, object]:
     ProcessDevice.lines = ranks.rank == 0  # one rank that cannot tell is enough for none to use lines
     with torch.device("meta"):  # the caller's default device is not ours
         comms.append(communicator(ranks))
-    assert [peer_of(comm).lines for comm in comms] == [True, False]
+    ProcessDevice.lines, ProcessDevice.hidden = True, (1,) if ranks.rank == 0 else ()
+    comms.append(communicator(ranks))  # and so is one that does not see another's GPU
+    ProcessDevice.hidden = ()
+    assert [peer_of(comm).lines for comm in comms] == [True, False, False]
+    comms.pop().close()
     generator = torch.Generator().manual_seed(7)
     world, checked = ranks.size, 0
     for step in range(24):
@@ -165,10 +169,14 @@ def table(ranks: Ranks) -> dict[str, object]:
 
 def calibration(ranks: Ranks) -> dict[str, object]:
     comm = communicator(ranks)
-    made = calibrate(comm, sizes=(1024, 4096), repeats=1, label="calibrate")
-    path = Path(os.environ["DSV41_TEST_FOLDER"]) / f"table{ranks.rank}.json"
+    made = calibrate(comm, sizes=(4096, 1024, 4096), repeats=1, label="calibrate")
+    assert [nbytes for _, nbytes, _ in made.rows] == [1024, 4096] * 5
+    path = Path(os.environ["DSV41_TEST_FOLDER"]) / "table.json"
+    for _ in range(200):  # all ranks write the one file while the others read it
+        loaded = Calibration.load(made.save(path) and path, comm)
+    comm.barrier(label="saved")
+    path = path.with_suffix(f".{ranks.rank}.json")
     made.save(path)
-    loaded = Calibration.load(path, comm)
     text = json.loads(path.read_text())
     refusals = []
     for edit in ({"hardware": {**text["hardware"], "world": "4"}}, {"table": {**text["table"], "fallback": "mpi"}}):

@@ -61,6 +61,8 @@ def main(name: str, transport: type, scenarios: Mapping[str, Callable[[Ranks], A
     ranks = Ranks.from_torch(device="cpu")
     print(json.dumps({one: scenarios[one](ranks) for one in wanted.split(",")}), flush=True)
     dist.barrier()
+    clean: Callable[[], None] = getattr(transport, "clean", lambda: None)
+    clean()
     os._exit(0)  # a scenario may leave threads that wait for a rank that is lost to them
 
 

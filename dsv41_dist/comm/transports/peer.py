@@ -35,6 +35,13 @@ __all__ = ["PeerSettings", "PeerTransport"]
 _CLOSE_WAIT_S = 2.0
 _CLOSED_WORDS = 512  # offset in the control page: one 64-bit word per rank that needs this arena no more
 _SUMS = ("all_reduce", "reduce_scatter")
+#: what must be equal on every rank, and what to do where it is not
+_EQUAL = {
+    "host": "peer serves the ranks of one host",
+    "DSV41_PEER_MAX_MIB": "set it alike on every rank",
+    "layout": "install the same dsv41-dist on every rank",
+    "source": "install the same dsv41-dist on every rank",
+}
 
 
 @dataclass(frozen=True)
@@ -89,10 +96,12 @@ class PeerTransport(Transport):
         self._arena = self._device.allocate(self.layout.nbytes)
         facts = {
             "host": [host_identity().host, host_identity().table],
+            "DSV41_PEER_MAX_MIB": self.layout.bulk_bytes >> 20,
             "layout": asdict(self.layout),
             "source": _source_digest(),
             "lines": self._device.whole_lines(),
             "gpu": self._device.identity(),
+            "visible": self._device.visible(),
             "export": self._device.export().hex(),
         }
         return json.dumps(facts).encode()
@@ -101,10 +110,11 @@ class PeerTransport(Transport):
         everyone = [json.loads(blob) for blob in blobs]
         mine = everyone[self.ranks.rank]
         for rank, facts in enumerate(everyone):
-            for what in ("host", "layout", "source"):
+            for what, advice in _EQUAL.items():
                 if facts[what] != mine[what]:
                     raise TransportUnavailable(
-                        "peer", f"{what} differs: rank {rank} has {facts[what]}, rank {self.ranks.rank} {mine[what]}"
+                        "peer",
+                        f"{what} differs: rank {rank} has {facts[what]}, rank {self.ranks.rank} {mine[what]}; {advice}",
                     )
         arenas: list[int] = []
         for rank, facts in enumerate(everyone):
@@ -114,7 +124,9 @@ class PeerTransport(Transport):
                 self._opened[rank] = self._device.open(bytes.fromhex(facts["export"]))
                 arenas.append(self._opened[rank])
         one_gpu = len({facts["gpu"] for facts in everyone}) == 1
-        self.lines = one_gpu or all(facts["lines"] for facts in everyone)
+        # A process knows the links between the GPUs that it sees: only where all see all are all links known.
+        known = all(facts["gpu"] in other["visible"] for facts in everyone for other in everyone)
+        self.lines = one_gpu or (known and all(facts["lines"] for facts in everyone))
         self._group = kernels.Group(self.ranks.rank, arenas, self.layout, self._device)
 
     def detach(self) -> None:

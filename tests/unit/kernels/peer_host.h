@@ -21,8 +21,9 @@ typedef unsigned long long u64;
 #define __noinline__
 #define __grid_constant__
 #define BLOCK_LIMIT
-struct uint2 { u32 x, y; };
-struct uint4 { u32 x, y, z, w; };
+// Aligned as on a GPU, which faults on a wider access than the address allows; peer_host.py has g++ trap it here.
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
@@ -96,6 +97,7 @@ inline u64 now_ns() {
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
   return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
+inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void poll_pause() { polls_in_vain++; yield(); }
 inline u32 add_and_wrap(u64 p, u32 last) { u32 old = *(u32*)p; *(u32*)p = old >= last ? 0 : old + 1; return old; }
 inline u32 or_word(u64 p, u32 v) { return __atomic_fetch_or((u32*)p, v, __ATOMIC_SEQ_CST); }

@@ -15,6 +15,7 @@ import torch
 from dsv41_dist.kernels.peer import Args, Group, Layout, source
 
 HERE = Path(__file__).parent
+_MARGIN, _PATTERN = 256, 0xA5
 _libraries: dict[int, ctypes.CDLL] = {}
 
 
@@ -37,7 +38,9 @@ def library(world: int, edit: tuple[str, str] | None = None) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory() as folder:
             code, made = Path(folder) / "peer.cpp", Path(folder) / "peer.so"
             code.write_text(text)
-            command = ["g++", "-std=c++17", "-O1", "-w", f"-DWORLD={world}", "-shared", "-fPIC", "-o", made, code]
+            trap = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+            flags = ["-std=c++17", "-O1", "-w", *trap, f"-DWORLD={world}", "-shared", "-fPIC"]
+            command = ["g++", *flags, "-o", made, code]
             subprocess.run([str(part) for part in command], check=True, timeout=120)
             os.replace(made, f"{built}.{os.getpid()}")
             os.replace(f"{built}.{os.getpid()}", built)
@@ -75,13 +78,12 @@ class QueueDevice:
 class Host:
     """`world` ranks in this process."""
 
-    def __init__(self, layout: Layout, first: int = 0, edit: tuple[str, str] | None = None, dirt: int = 0) -> None:
+    def __init__(self, layout: Layout, first: int = 0, edit: tuple[str, str] | None = None) -> None:
         self.layout, self.world = layout, layout.world
         self.protocols = ["packet", "line", "bulk"]  # that a test draws from
         self.library = library(layout.world, edit)
         self.arenas = [zeros(layout.nbytes) for _ in range(layout.world)]
         for arena in self.arenas:
-            arena[:] = dirt
             for kind in range(3):
                 at = layout.control(kind)
                 arena[at : at + 8].view(np.uint64)[0] = first
@@ -105,8 +107,16 @@ class Host:
 
 
 def misaligned(x: torch.Tensor, by: int) -> torch.Tensor:
-    """The same values, `by` bytes past a multiple of 128 (by must be a multiple of the item size)."""
-    raw = torch.from_numpy(zeros(x.nbytes + 256))
-    held = raw[by : by + x.nbytes].view(x.dtype).view(x.shape)
+    """The same values, `by` bytes past a multiple of 128 (by must be a multiple of the item size), between margins."""
+    raw = torch.from_numpy(zeros(x.nbytes + 2 * _MARGIN))
+    raw.fill_(_PATTERN)
+    held = raw[_MARGIN + by : _MARGIN + by + x.nbytes].view(x.dtype).view(x.shape)
     held.copy_(x)
     return held
+
+
+def margins_are_whole(held: torch.Tensor) -> bool:
+    """Whether nothing was written outside a tensor of `misaligned`."""
+    raw = torch.empty(0, dtype=torch.uint8).set_(held.untyped_storage())
+    at = held.storage_offset() * held.element_size()
+    return bool((raw[:at] == _PATTERN).all() and (raw[at + held.nbytes :] == _PATTERN).all())

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from dsv41_dist.comm.transports.peer import PeerTransport
 from dsv41_dist.kernels.peer import Args
@@ -24,6 +25,8 @@ class ProcessDevice:
     fault: ClassVar[str] = ""
     #: whether all links carry whole lines, as NVLink does and PCIe does not
     lines: ClassVar[bool] = True
+    #: ranks whose GPU this process does not see
+    hidden: ClassVar[tuple[int, ...]] = ()
 
     #: every device of this process
     made: ClassVar[list[ProcessDevice]] = []
@@ -62,7 +65,10 @@ class ProcessDevice:
         return self._map(blob.decode())
 
     def identity(self) -> str:
-        return f"cpu {os.getpid()}"
+        return f"cpu {dist.get_rank()}"
+
+    def visible(self) -> list[str]:
+        return [f"cpu {rank}" for rank in range(dist.get_world_size()) if rank not in self.hidden]
 
     def whole_lines(self) -> bool:
         return self.lines
@@ -98,8 +104,13 @@ class ProcessDevice:
     def close(self, *, free: bool) -> None:
         self.unmap()
         self.freed = free
+        self.forget()
+
+    def forget(self) -> None:
+        """Leave no file behind. What is mapped stays."""
         if self._path:
             os.unlink(self._path)
+        self._path = ""
 
 
 class HostPeerTransport(PeerTransport):
@@ -107,3 +118,8 @@ class HostPeerTransport(PeerTransport):
 
     missing = staticmethod(lambda device: None)
     make_device = ProcessDevice
+
+    @staticmethod
+    def clean() -> None:
+        for device in ProcessDevice.made:
+            device.forget()

@@ -3,6 +3,9 @@
 import ctypes
 import random
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from dsv41_dist.comm import reference
 from dsv41_dist.kernels.peer import Args, Columns, Layout, barrier, copy_columns, source, sum_parts
 from dsv41_dist.kernels.peer_plan import bulk_plan, choose, fits, small_plan
 
-from .peer_host import Host, misaligned
+from .peer_host import Host, margins_are_whole, misaligned
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SMALL = {"packet_bytes": 8192, "line_bytes": 8192, "bulk_bytes": 32768, "chunks": 64}
@@ -101,7 +104,7 @@ def run_mixed(host, seed, calls=8):
         )
     ended = host.run(seed)
     right = all(same_bytes(w, o) for _, want, outs, _ in jobs for w, o in zip(want, outs, strict=True))
-    return ended, right
+    return ended, right and all(margins_are_whole(one) for _, _, outs, xs in jobs for one in (*outs, *xs))
 
 
 def run_broadcasts(host, seed, calls):
@@ -179,8 +182,14 @@ FAULTS = {
     "sum from zero": ("acc.set(get(0));", "acc.set(0); acc.add(get(0));"),
     "rotated order": ("acc.add(get(s));", "acc.add(get(WORLD - s));"),
     "in place": ("parts ? others : everyone)) return;", "others)) return;"),
+    "a last part that ends with the others": ("low(a.part, a.bytes - part_at(p))", "a.part"),
+    "a part that begins behind the end": ("low(p * a.part, a.bytes)", "(p * a.part)"),
     "no packet where nothing is sent": ("return bytes ? (bytes + 7) / 8 : 1;", "return (bytes + 7) / 8;"),
 }
+
+
+BULK = ("one stage slot", "one flag slot", "flag before payload", "in place")
+BULK += ("a last part that ends with the others", "a part that begins behind the end")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -188,7 +197,7 @@ def test_a_planted_fault_is_found(fault):
     """The checks above can fail: each of these one-line faults in the source is seen within some seeds."""
     for seed in range(40):
         host = Host(layout(4), edit=FAULTS[fault])
-        if fault in ("one stage slot", "one flag slot", "flag before payload", "in place"):
+        if fault in BULK:
             host.protocols = ["bulk"]
         run = run_broadcasts if fault == "no packet where nothing is sent" else run_mixed
         if run(host, seed, calls=12) != (True, True):
@@ -196,29 +205,93 @@ def test_a_planted_fault_is_found(fault):
     pytest.fail(f"planted fault {fault!r} was not seen")
 
 
-@pytest.mark.parametrize("protocol", ["packet", "line", "bulk"])
-@pytest.mark.parametrize("scatter", [False, True])
-def test_a_missing_rank_is_reported_by_all_and_final(protocol, scatter):
-    host = Host(layout(3))
-    xs = [torch.ones(600) for _ in range(3)]
+def run_missing(host, protocol, op):
+    """Two calls of ranks 0 and 2 that rank 1 does not make; then one of all. What is wrong, in words; [] if nothing."""
     plan = small_plan(protocol, 2400, blocks=2, block=64)
     if protocol == "bulk":
-        plan = bulk_plan("reduce_scatter" if scatter else "all_reduce", 3, 2400, 256, 6, 64, block=64)
-    outs = [torch.full((200 if scatter else 600,), 7.0) for _ in range(3)]
+        plan = bulk_plan(op, 3, 2400, 256, 6, 64, block=64)
+    xs = [torch.ones(600) for _ in range(3)]
+    outs = [torch.full(({"all_reduce": 600, "reduce_scatter": 200, "all_gather": 1800}[op],), 7.0) for _ in range(3)]
+    columns = Columns.equal((600,), 0, 4, 3)
+
+    def call(rank, timeout_s):
+        if op == "all_gather":
+            copy_columns(host.groups[rank], xs[rank], outs[rank], columns, plan, timeout_s)
+        else:
+            sum_parts(host.groups[rank], xs[rank], outs[rank], plan, timeout_s, scatter=op == "reduce_scatter")
+
+    wrong = []
     for rank in (0, 2):
-        sum_parts(host.groups[rank], xs[rank], outs[rank], plan, 1.0, scatter=scatter)
+        call(rank, 0.05)
+        barrier(host.groups[rank], 0.05)  # the rest of a replay
     assert host.run(seed=3, steps=0)
     for rank in (0, 2):
+        record = host.devices[rank].record_bytes
         reports = host.devices[rank].reports()
-        assert sum(word != 0 for word in reports) >= 1
-        assert all(word in (0, 0x80000002) for word in reports), [hex(w) for w in reports]  # rank 1 alone is missing
+        if not any(reports) or any(word not in (0, 0x80000002) for word in reports):  # rank 1 alone is missing
+            wrong.append(f"rank {rank} reports {[hex(word) for word in reports]}")
+        kind, sequence = int(record[32:36].view("uint32")[0]) - 1, int(record[40:48].view("uint64")[0])
+        if (kind, sequence) != (int(op != "all_gather"), 1):
+            wrong.append(f"rank {rank} says that call {sequence} of kind {kind} failed")
     # Rank 1 comes late: it learns of it, sends nothing, ends at once. So do later calls of the others.
+    before = [arena[1024:].copy() for arena in host.arenas]
     for rank in range(3):
         outs[rank].fill_(7.0)
-        sum_parts(host.groups[rank], xs[rank], outs[rank], plan, 60.0, scatter=scatter)
-    assert host.run(seed=4, steps=300_000)
-    assert any(host.devices[1].reports())
-    assert all((out == 7.0).all() for out in outs)
+        call(rank, 60.0)
+    if not host.run(seed=4, steps=300_000):
+        return [*wrong, "the call of all does not end"]
+    if not any(host.devices[1].reports()):
+        wrong.append("rank 1 does not learn of it")
+    if any((arena[1024:] != was).any() for arena, was in zip(host.arenas, before, strict=True)):
+        wrong.append("something was sent")
+    if op != "all_gather" and not all((out == 7.0).all() for out in outs):
+        wrong.append("a sum was written")
+    return wrong
+
+
+@pytest.mark.parametrize("protocol", ["packet", "line", "bulk"])
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_a_missing_rank_is_reported_by_all_and_final(protocol, op):
+    assert run_missing(Host(layout(3)), protocol, op) == []
+
+
+AFTER_FAILURE = {
+    "small copies go on": ("    if (P::any(run.dead)) break;\n    uint4 v = P::pack", "    uint4 v = P::pack"),
+    "small sums go on": ("        if (P::any(run.dead)) break;\n", ""),
+    "bulk copies go on": (
+        "  if (run.dead) return;\n  const u32 everyone = (1u << WORLD) - 1, me = a.rank;\n",
+        "  const u32 everyone = (1u << WORLD) - 1, me = a.rank;\n",
+    ),
+    "bulk sums go on": (
+        "  if (run.dead) return;\n  const u32 everyone = (1u << WORLD) - 1, me = a.rank, others",
+        "  const u32 everyone = (1u << WORLD) - 1, me = a.rank, others",
+    ),
+    "the last call is named": ("if (!ld_word(a.host + 32)) {", "{"),
+    "the late rank is not told": ("if (run.dead && blockIdx.x == 0 && threadIdx.x == 0) tell_host(a, run.seq);", ""),
+}
+
+
+@pytest.mark.parametrize("fault", AFTER_FAILURE)
+def test_a_planted_fault_after_a_failure_is_found(fault):
+    for protocol in ("packet", "line", "bulk"):
+        for op in ("all_reduce", "all_gather"):
+            if run_missing(Host(layout(3), edit=AFTER_FAILURE[fault]), protocol, op):
+                return
+    pytest.fail(f"planted fault {fault!r} was not seen")
+
+
+def test_an_access_wider_than_the_address_allows_is_found():
+    """A GPU faults on it; here the compiler's check ends the process."""
+    code = (
+        "from dsv41_dist.kernels import peer; from tests.unit.kernels import test_peer_kernels as tests;"
+        "peer._unit = {}; print(tests.run_mixed(tests.Host(tests.layout(3)), 1))"
+    )
+    ends = {}
+    for unit in ("peer._unit", "lambda bits: 16"):
+        command = [sys.executable, "-c", code.format(unit)]
+        ends[unit] = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert ends["peer._unit"].stdout == "(True, True)\n"
+    assert ends["lambda bits: 16"].returncode in (-signal.SIGILL, -signal.SIGTRAP)
 
 
 def test_args_has_the_fields_of_the_source_in_their_order():

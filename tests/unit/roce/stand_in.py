@@ -82,24 +82,26 @@ class RoceOneshotAllReduce:
         self._path = f"/dev/shm/dsv41-roce-{os.getpid()}-{id(self):x}"
         with open(self._path, "wb") as file:
             file.truncate(_HEAD + 2 * self._slot)
-        config = {"max_size": max_size, "max_gather_bytes": max_gather_bytes, "hca_count": len(self.hca_names)}
-        statuses: list[Any] = _exchange((error, self._path, config), exchange_group)
-        failures = [f"rank {i}: {s[0]}" for i, s in enumerate(statuses) if s[0] is not None]
-        failures += [
-            f"rank {i} configuration differs from rank 0"
-            for i, s in enumerate(statuses)
-            if s[2] != statuses[0][2] and not failures
-        ]
-        if failures:
-            self.close()
-            raise RuntimeError("RoCE all-reduce setup failed: " + "; ".join(failures))
-        self._regions = [mapped(path) for _, path, _ in statuses]
-        verdicts = _exchange("the test breaks 'connect' here" if Faults.at == "connect" else None, exchange_group)
-        os.unlink(self._path)
-        failures = [f"rank {i}: {v}" for i, v in enumerate(verdicts) if v is not None]
-        if failures:
-            self.close()
-            raise RuntimeError("RoCE all-reduce connect failed: " + "; ".join(failures))
+        try:
+            config = {"max_size": max_size, "max_gather_bytes": max_gather_bytes, "hca_count": len(self.hca_names)}
+            statuses: list[Any] = _exchange((error, self._path, config), exchange_group)
+            failures = [f"rank {i}: {s[0]}" for i, s in enumerate(statuses) if s[0] is not None]
+            failures += [
+                f"rank {i} configuration differs from rank 0"
+                for i, s in enumerate(statuses)
+                if s[2] != statuses[0][2] and not failures
+            ]
+            if failures:
+                self.close()
+                raise RuntimeError("RoCE all-reduce setup failed: " + "; ".join(failures))
+            self._regions = [mapped(path) for _, path, _ in statuses]
+            verdicts = _exchange("the test breaks 'connect' here" if Faults.at == "connect" else None, exchange_group)
+            failures = [f"rank {i}: {v}" for i, v in enumerate(verdicts) if v is not None]
+            if failures:
+                self.close()
+                raise RuntimeError("RoCE all-reduce connect failed: " + "; ".join(failures))
+        finally:  # whoever was to map it has, or will not
+            os.unlink(self._path)
 
     def should_allreduce(self, inp: torch.Tensor) -> bool:
         self._open()

@@ -119,9 +119,13 @@ FAULTS = [
     (_three_named, "selects 3 devices", "name 2"),
     (lambda root: {"B12X_ROCE_HCA": "rocep9s0f0"}, "there is no device rocep9s0f0", "correct the name"),
     (lambda root: {"NCCL_IB_HCA": "^roce"}, "'^roce' leaves no ACTIVE device", "name the devices"),
+    (lambda root: {"NCCL_IB_HCA": "^=,"}, "NCCL_IB_HCA: '^=,' names no device", "name one, or unset it"),
+    (lambda root: {"B12X_ROCE_HCA": "="}, "B12X_ROCE_HCA: '=' names no device", "name one, or unset it"),
     (lambda root: {"NCCL_IB_HCA": "=rocep1s0f0:2"}, "names port 2", "port 1 only"),
     (lambda root: {"NCCL_IB_TC": "300"}, "NCCL_IB_TC: '300'", "0 to 255"),
     (lambda root: {"B12X_ROCE_TRAFFIC_CLASS": ""}, "B12X_ROCE_TRAFFIC_CLASS: ''", "unset it"),
+    (lambda root: {"B12X_ROCE_SPIN_LIMIT": "0x10000"}, "B12X_ROCE_SPIN_LIMIT: '0x10000'", "whole number"),
+    (lambda root: {"B12X_ROCE_SPIN_LIMIT": " "}, "B12X_ROCE_SPIN_LIMIT: ' '", "whole number"),
     (lambda root: {"B12X_ROCE_SPIN_LIMIT": "20s"}, "B12X_ROCE_SPIN_LIMIT: '20s'", "whole number"),
 ]
 
