@@ -187,23 +187,26 @@ def join_groups(count: int) -> None:
 
 def _gloo_group(members: list[int]) -> Any:
     """A gloo group of its own, made by its members alone."""
-    name, me = _group_name(members), dist.get_rank()
     store = _side_store(members)
-    if store is None:
-        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    if store is not None:
+        join_groups(max(_exchange_groups_joined(members, store)))
+    return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+
+
+def _exchange_groups_joined(members: list[int], store: dist.Store) -> list[int]:
+    name = _group_name(members)
     number = _gloo_groups[name] = _gloo_groups.get(name, 0) + 1
-    store.set(f"groups/{number}/{me}", str(groups_joined()))
-    most = 0
+    store.set(f"groups/{number}/{dist.get_rank()}", str(groups_joined()))
+    counts: list[int] = []
     for member in members:
         try:
-            most = max(most, int(store.get(f"groups/{number}/{member}")))
+            counts.append(int(store.get(f"groups/{number}/{member}")))
         except RuntimeError as error:
             raise TransportError(
                 f"a group of the ranks {members}: rank {member} did not come ({str(error).splitlines()[0]}): every one "
                 "of them must call this, in the same order"
             ) from None
-    join_groups(most)
-    return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    return counts
 
 
 def _side_store(members: list[int]) -> dist.Store | None:

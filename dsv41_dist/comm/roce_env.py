@@ -27,10 +27,8 @@ __all__ = ["MAX_HCAS", "Hca", "HostFacts", "RoceSettings", "cross_check", "read_
 MAX_HCAS = 2
 #: Pinned memory b12x registers: (2 * world + 2) slots and the flags.
 _FLAG_ROOM = 64 << 10
-
-
 _SPINS = "B12X_ROCE_SPIN_LIMIT"
-_BLANK_IS_UNSET = ("B12X_ROCE_GID_INDEX", "NCCL_IB_GID_INDEX")
+_GID_INDEX = ("B12X_ROCE_GID_INDEX", "NCCL_IB_GID_INDEX")
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class _Reader:
         for name in names:
             text = self.env.get(name)
             # Read as b12x does: an empty traffic class is a bad one there, and so is a blank spin limit.
-            if text is None or (not text.strip() and name in _BLANK_IS_UNSET) or (not text and name == _SPINS):
+            if text is None or (not text.strip() and name in _GID_INDEX) or (not text and name == _SPINS):
                 continue
             try:
                 value = int(text, base)
@@ -265,8 +263,8 @@ class _Reader:
             return -1
         good = {name: self._good_gids(name) for name in names}
         offer = ", ".join(f"{name} has them at {_listing(good[name])}" for name in names)
-        if any(self.env.get(name, "").strip() for name in ("B12X_ROCE_GID_INDEX", "NCCL_IB_GID_INDEX")):
-            index = self._number(_BLANK_IS_UNSET, -1, 0, 255)
+        if any(self.env.get(name, "").strip() for name in _GID_INDEX):
+            index = self._number(_GID_INDEX, -1, 0, 255)
             bad = [(name, fault) for name in names if index >= 0 and (fault := self._gid_fault(name, index))]
             for name, fault in bad:
                 self._say(
